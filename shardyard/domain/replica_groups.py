@@ -62,6 +62,15 @@ class Strategy(enum.Enum):
         return None if self is Strategy.PARAMETER_SERVER else ConsistencyMode.SYNC
 
 
+class Between(enum.Enum):
+    """How replicas that are spread over several workers combine their gradients."""
+
+    ALL_REDUCE = "all_reduce"
+    """Workers with the same variables add them up, and each takes the step."""
+    PARAMETER_SERVER = "parameter_server"
+    """Each worker pushes those of its variables to the servers, which take the step."""
+
+
 GLOO: Final = "gloo"
 """The backend of torch.distributed that sums on CPUs."""
 

@@ -73,6 +73,7 @@ def job_settings(plan: Plan) -> dict[str, object]:
         stages = plan.parts * (2 if plan.schedule.is_looped else 1)
         parts = {"job.pipeline.stages": plan.parts, "job.pipeline.cut": CUTS[stages]}
         parts["job.pipeline.schedule"] = plan.schedule.value
+        parts["job.between"] = "parameter_server" if plan.pushes else "all_reduce"
     elif plan.strategy is Strategy.TENSOR:
         parts = {"job.tensor.size": plan.parts}
     elif plan.strategy is Strategy.SHARDED and plan.replicas > 1:

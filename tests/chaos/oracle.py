@@ -20,7 +20,7 @@ from shardyard.checkpoints.library import CheckpointLibrary
 from shardyard.checkpoints.manifest import Manifest
 from shardyard.domain.ids import PartitionId
 from shardyard.domain.push_names import DataShardSource, RankSource, SourceKey
-from shardyard.domain.replica_groups import Strategy
+from shardyard.domain.replica_groups import Between, Strategy
 from shardyard.runtime.failpoints import EXIT_CODE
 from shardyard.storage.storage import open_storage
 from shardyard.storage.tensors import Array
@@ -159,11 +159,12 @@ def wrong(counts: object) -> Mapping[int, float]:
 
 
 def blocks_of(library: CheckpointLibrary, manifest: Manifest) -> Blocks:
+    """By their variable and offset: which partition has them depends on the strategy."""
     found: Blocks = {}
-    for partition in range(len(manifest.layout.partitions)):
-        for block in load_partition(library, manifest, PartitionId(partition)).blocks:
+    for part in manifest.layout.partitions:
+        for place, block in zip(part.blocks, load_partition(library, manifest, part.partition).blocks, strict=True):
             for name, values in {"values": block.values, **block.slots}.items():
-                found[partition, block.index, name] = np.array(values)
+                found[place.variable, place.offset, name] = np.array(values)
     return found
 
 
@@ -222,6 +223,7 @@ class Undisturbed:
         calm = replace(plan, every_steps=0, wal=False)
         settings = job_settings(calm) | {
             "job.strategy": Strategy.PARAMETER_SERVER.value,
+            "job.between": Between.ALL_REDUCE.value,
             "job.checkpoint.url": folder / "checkpoints",
             "yard.servers": 1,
             **(more or {}),

@@ -176,7 +176,7 @@ class Plan:
     whose wall clocks jump. `tables`: the model has embedding tables, whose rows a synchronous job in `hybrid` mode
     updates as they come; `looks_ahead`: the script says which rows it will look up; `forgetful`: one of the tables
     admits ids late, and its rows expire. `parts`: how many workers have a part of the model each; `replicas`: how many
-    times, side by side; `schedule`: of a pipeline."""
+    times, side by side; `schedule`: of a pipeline; `pushes`: its variables are on the servers."""
 
     sync: bool
     wal: bool
@@ -198,6 +198,7 @@ class Plan:
     parts: int = 1
     replicas: int = 1
     schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
+    pushes: bool = False
 
     @property
     def has_bits(self) -> bool:
@@ -245,6 +246,7 @@ class Plan:
                 ("look-ahead", self.looks_ahead),
                 ("rows that go", self.forgetful),
                 (f"{self.schedule.value} in {self.parts} stages", self.strategy is Strategy.PIPELINE),
+                ("pushes to servers", self.pushes),
                 (f"{self.replicas} replicas side by side", self.replicas > 1),
                 (f"clocks of {', '.join(self.jumping)} jump", bool(self.jumping)),
             )
@@ -387,6 +389,7 @@ def _with_strategy(plan: Plan, strategy: Strategy, chance: random.Random) -> Pla
     plan = replace(plan, sync=True, strategy=strategy, **unused)
     if strategy is Strategy.CENTRAL_STORAGE:
         return replace(plan, servers=2, same_host=True, jumping=())
+    logs = plan.wal
     plan = replace(plan, wal=False, overlap=False, tables=False)
     if not strategy.is_spread:
         return plan
@@ -397,7 +400,10 @@ def _with_strategy(plan: Plan, strategy: Strategy, chance: random.Random) -> Pla
         plan = replace(plan, replicas=2, workers=3)
     if strategy is Strategy.SHARDED:
         return replace(plan, logical_ranks=4) if plan.replicas > 1 else replace(plan, parts=1)
-    return replace(plan, logical_ranks=plan.replicas)
+    plan = replace(plan, logical_ranks=plan.replicas)
+    if strategy is Strategy.PIPELINE and random.Random(f"{plan} servers").random() < 0.5:
+        plan = replace(plan, pushes=True, wal=logs)
+    return plan
 
 
 def _plan(seed: int) -> Plan:

@@ -175,6 +175,8 @@ def test_each_strategy_meets_every_kind_of_fault() -> None:
     pipelines = [each.plan for each in drawn if each.plan.strategy is Strategy.PIPELINE]
     assert {plan.schedule for plan in pipelines} == {*PipelineSchedule}
     assert {plan.parts for plan in pipelines} == {2, 3}
+    assert {(plan.pushes, plan.wal) for plan in pipelines} == {(False, False), (True, False), (True, True)}
+    assert {plan.replicas for plan in pipelines if plan.pushes} == {1, 2}
 
 
 def test_faults_begin_while_there_is_work_to_do() -> None:

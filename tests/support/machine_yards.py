@@ -77,9 +77,10 @@ class MachineYard:
         variables: tuple[VariableSpec, ...],
         optimizer: OptimizerSpec,
         tables: tuple[TableSettings, ...] = (),
+        places: tuple[int, ...] = (),
     ) -> None:
         """Takes a job that was joined to the point where its servers have first values."""
-        self.handle(events.VariablesRegistered(caller, variables, optimizer, tables))
+        self.handle(events.VariablesRegistered(caller, variables, optimizer, tables, places))
         self.handle(events.PartitionsCreated(caller.job))
         self.handle(events.VariablesCommitted(caller))
         self.handle(events.PartitionsOpened(caller.job))

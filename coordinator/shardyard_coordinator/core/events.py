@@ -107,6 +107,9 @@ class VariablesRegistered(Event):
     variables: tuple[VariableSpec, ...]
     optimizer: OptimizerSpec
     tables: tuple[TableSettings, ...] = ()
+    places: tuple[int, ...] = ()
+    """For each variable, the place in a replica of the worker that pushes its gradients. Empty: any worker pushes
+    all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -239,7 +239,7 @@ def new_job(number: JobId, settings: JobSettings, now_ms: int, default_url: str 
 
 
 def new_replicas(settings: JobSettings) -> ReplicaBook | None:
-    """None if the servers have the job's variables."""
+    """None if no workers compute together."""
     if not settings.strategy.is_mirrored:
         return None
     return ReplicaBook(
@@ -247,6 +247,7 @@ def new_replicas(settings: JobSettings) -> ReplicaBook | None:
         workers_expected=settings.workers_expected,
         grace_ms=settings.rank_grace_ms,
         replica_size=settings.workers_per_replica,
+        has_replicas=settings.has_replicas,
     )
 
 

@@ -63,10 +63,11 @@ def begin_if_due(job: JobState, now_ms: int, leaving: frozenset[Incarnation] = f
         return []
     waived = [] if job.may_acknowledge or logs is not None else _waive_first(job, now_ms)
     # without a worker, the servers have no more than replicas have given them last
-    step = job.progress.step if job.replicas is None or job.workers else job.replicas.published
+    replicas = job.replicas if job.settings.has_replicas else None
+    step = job.progress.step if replicas is None or job.workers else replicas.published
     if not book.is_due(now_ms, step):
         return waived
-    if job.replicas is not None and job.workers and not job.replicas.take_published():
+    if replicas is not None and job.workers and not replicas.take_published():
         return waived  # begun when the replicas have given the servers their state
     assert deployed.map is not None
     assert book.url is not None
@@ -79,8 +80,8 @@ def begin_if_due(job: JobState, now_ms: int, leaving: frozenset[Incarnation] = f
         floor = Token(min((lease.token for lease in job.feeds.leases), default=job.tokens.latest + 1))
     # no worker may have reported yet after a restart of the coordinator; then the newest checkpoint knows more
     step = step or (0 if book.committed is None else book.committed.step)
-    if job.replicas is not None:
-        step = job.replicas.published
+    if replicas is not None:
+        step = replicas.published
     draft, record = book.begin(now_ms, step, ledger, floor, job.roster.gone, leaving)
     return [
         *waived,

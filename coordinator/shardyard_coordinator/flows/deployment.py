@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from shardyard.domain import errors
 from shardyard.domain.ids import Generation, Incarnation
+from shardyard.domain.replica_groups import Between
 from shardyard_coordinator.core.effects import (
     Acknowledged,
     CreatePartitions,
@@ -43,6 +44,7 @@ def register_variables(
     placement raises."""
     worker, variables, optimizer = registered.caller.incarnation, registered.variables, registered.optimizer
     table_specs.check_settings(registered.tables, job.settings)
+    _check_places(job, registered)
     deployed = job.deployment
     if job.mode.is_former_map(deployed.generation):
         raise errors.NotReady(
@@ -125,6 +127,18 @@ def begin_running(job: JobState) -> list[Effect]:
     return [LogMessage(f"{job.title} runs: {len(layout.variables)} variables{tables} on the servers")]
 
 
+def _check_places(job: JobState, registered: VariablesRegistered) -> None:
+    """Raises InvalidRequest."""
+    places, settings = registered.places, job.settings
+    count = settings.workers_per_rank if settings.between is Between.PARAMETER_SERVER else 0
+    wanted = len(registered.variables) if count else 0
+    if len(places) != wanted or max(places, default=-1) >= count:
+        raise errors.InvalidRequest(
+            f"places {places[:8]} of {len(registered.variables)} variables in {job.title}",
+            why=f"workers at {count} places push gradients of different variables",
+        )
+
+
 def _place(job: JobState, registered: VariablesRegistered, servers: Sequence[Server]) -> list[Effect]:
     if not staying(servers):
         raise errors.NotReady(
@@ -132,7 +146,7 @@ def _place(job: JobState, registered: VariablesRegistered, servers: Sequence[Ser
             why="the variables need a server to lie on",
             todo="start one with `shardyard server`; the worker asks again by itself",
         )
-    layout = stages.plan(job.settings, registered.variables, registered.optimizer, registered.tables)
+    layout = stages.plan(job.settings, registered.variables, registered.optimizer, registered.tables, registered.places)
     job.deployment.place(layout, servers, Stage.UNCREATED)
     assert job.deployment.map is not None
     began: list[Entry] = []

@@ -65,6 +65,8 @@ def published(job: JobState, said: ReplicasPublished, now_ms: int) -> list[Effec
     partitions are cut for the checkpoint that wants it, since its rows change with the next step. Raises
     InvalidRequest, StaleGeneration."""
     book = book_of(job)
+    if not book.has_replicas:
+        raise InvalidRequest(f"{job.title} has its variables on the servers: its workers publish nothing")
     check_member(book, said.caller.incarnation, said.generation)
     job.progress.reach(said.step)
     records: list[Effect] = []

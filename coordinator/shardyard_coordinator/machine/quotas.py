@@ -38,7 +38,9 @@ def check_variables(
     if job.deployment.layout is not None or not (quotas.bytes_max or quotas.partitions_max):
         return
     layouts = [each.deployment.layout for each in _of(jobs, job.owner) if each.deployment.layout is not None]
-    layouts.append(deployment.plan(job.settings, registered.variables, registered.optimizer, registered.tables))
+    layouts.append(
+        deployment.plan(job.settings, registered.variables, registered.optimizer, registered.tables, registered.places)
+    )
     nbytes = sum(variable.payload_bytes for each in layouts for variable in each.variables)
     if 0 < quotas.bytes_max < nbytes:
         raise _exceeded(job.owner, f"{nbytes:,} bytes of variables with {job.title}", "bytes_max", quotas.bytes_max)

@@ -285,6 +285,7 @@ def plan(
     variables: Sequence[VariableSpec],
     optimizer: OptimizerSpec,
     tables: Sequence[TableSettings] = (),
+    places: Sequence[int] = (),
 ) -> JobLayout:
     """The layout of the first registration. Raises what placement.plan raises."""
     partitions, wanted = settings.partition_count, settings.block_bytes
@@ -293,7 +294,8 @@ def plan(
         block_bytes = max(block_bytes, placement.whole_block_bytes(variables))
     if settings.partitions == "auto" and not tables:  # rows fill any number of partitions
         partitions = placement.fitting_partitions(variables, block_bytes=block_bytes, partitions_max=partitions)
-    return placement.plan(variables, optimizer, tables, partitions=partitions, block_bytes=block_bytes)
+        partitions = max(partitions, len({*places}))
+    return placement.plan(variables, optimizer, tables, partitions=partitions, block_bytes=block_bytes, places=places)
 
 
 def _of_worker(kind: str, worker: Incarnation) -> Entry:

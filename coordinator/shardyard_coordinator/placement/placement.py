@@ -104,12 +104,15 @@ def plan(
     *,
     partitions: int,
     block_bytes: int,
+    places: Sequence[int] = (),
 ) -> JobLayout:
     """Cuts variables of more than `block_bytes` into blocks of that size and spreads them over the partitions, the
     largest first, each to the partition with the fewest bytes (R. L. Graham, "Bounds on multiprocessing timing
-    anomalies", 1969: at most 4/3 of the best). A variable without elements has no block.
+    anomalies", 1969: at most 4/3 of the best). A variable without elements has no block. `places`: for each variable,
+    which worker pushes its gradients; a partition has variables of one of them only. Empty: one pushes all.
 
-    Raises InvalidRequest without variables and tables, TooLarge for too many blocks.
+    Raises InvalidRequest without variables and tables, and for fewer partitions than places; TooLarge for too many
+    blocks.
     """
     assert partitions >= 1, partitions
     assert block_bytes >= BLOCK_ALIGN_BYTES, block_bytes
@@ -129,13 +132,33 @@ def plan(
     pieces = [piece for index, spec in enumerate(variables) for piece in _cut(index, spec, block_bytes)]
     pieces.sort(key=lambda piece: (-piece.payload_bytes, piece.variable, piece.offset))
     held: list[list[_Piece]] = [[] for _ in range(partitions)]
-    loads = [(0, index) for index in range(partitions)]
+    loads_of = _shared_out(pieces, places or [0] * len(variables), partitions)
     for piece in pieces:
+        loads = loads_of[places[piece.variable] if places else 0]
         load, index = loads[0]
         held[index].append(piece)
         heapq.heapreplace(loads, (load + aligned_bytes(piece.payload_bytes), index))
     layouts = tuple(_lay_out(index, parts, variables) for index, parts in enumerate(held))
     return JobLayout(tuple(variables), optimizer, layouts, fitted(tables, partitions=partitions))
+
+
+def _shared_out(pieces: Sequence[_Piece], places: Sequence[int], partitions: int) -> dict[int, list[tuple[int, int]]]:
+    """The empty partitions of each place, by the bytes of its variables: one each, and then each to the place whose
+    partitions have the most. Raises InvalidRequest."""
+    nbytes = dict.fromkeys(sorted({*places}) or [0], 0)
+    for piece in pieces:
+        nbytes[places[piece.variable]] += piece.payload_bytes
+    if len(nbytes) > partitions:
+        raise InvalidRequest(
+            f"{partitions} partitions for the variables of {len(nbytes)} stages",
+            why="a partition has variables of one stage, whose worker pushes to it",
+            todo=f"set job.partitions to auto, or to {len(nbytes)} or more",
+        )
+    counts = dict.fromkeys(nbytes, 1)
+    for _ in range(partitions - len(nbytes)):
+        counts[max(nbytes, key=lambda place: nbytes[place] / counts[place])] += 1
+    numbers = iter(range(partitions))
+    return {place: [(0, next(numbers)) for _ in range(count)] for place, count in counts.items()}
 
 
 def assign(payload_bytes: Sequence[int], servers: Sequence[Server], *, generation: Generation) -> PartitionMap:

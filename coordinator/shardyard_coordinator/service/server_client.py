@@ -208,7 +208,7 @@ class ServerClient:
             backup_workers=consistency.backup_workers,
             switches=spec.switches,
             rows_at_once=consistency.rows_at_once,
-            mirrored=settings.strategy.is_mirrored,
+            mirrored=settings.has_replicas,
         )
 
     def _read_ledgers(

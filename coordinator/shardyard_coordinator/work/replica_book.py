@@ -36,10 +36,20 @@ CHECKPOINT_BEGINS_MS: Final = 2_000
 
 class ReplicaBook:
     """`members_max`: how many workers compute the logical ranks. `replica_size`: how many members have a replica
-    together; None: all of a group, of any size."""
+    together; None: all of a group, of any size. `has_replicas`: False if the variables are on the servers, and members
+    compute gradients together only (D10)."""
 
-    def __init__(self, *, members_max: int, workers_expected: int, grace_ms: int, replica_size: int | None = 1) -> None:
+    def __init__(
+        self,
+        *,
+        members_max: int,
+        workers_expected: int,
+        grace_ms: int,
+        replica_size: int | None = 1,
+        has_replicas: bool = True,
+    ) -> None:
         self._replica_size = replica_size
+        self.has_replicas = has_replicas
         self._members_max = self._in_replicas(members_max)
         self._workers_expected = min(workers_expected, self._members_max)
         self._grace_ms = grace_ms
@@ -104,6 +114,8 @@ class ReplicaBook:
     def has_lost_all(self, living: Collection[Incarnation]) -> bool:
         """Whether no replica is left, and the servers' state may be one of several steps. The stages that are left of a
         pipeline have left their group: until then they may still publish."""
+        if not self.has_replicas:
+            return False
         if any(each in living and each not in self._asking for each in self.group.members):
             return False
         return self._has_trained and not self._has_replica(living) and not self._have_servers_newest()
@@ -183,8 +195,8 @@ class ReplicaBook:
         if size == 1:
             return workers[:count]
         found: list[Incarnation | None] = [None] * count
-        steps = {each: step for each in former if (step := self._asking[each]) is not None}
-        for each in sorted(steps, key=steps.__getitem__, reverse=True):
+        steps = {each: step for each in former if (step := self._asking[each]) is not None or not self.has_replicas}
+        for each in sorted(steps, key=lambda each: steps[each] or 0, reverse=True):
             stage = self.group.members.index(each) % size
             free = [at for at in range(stage, count, size) if found[at] is None]
             if free:

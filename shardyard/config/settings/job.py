@@ -32,7 +32,7 @@ from shardyard.domain.consistency import (
     NonFinite,
     UpdateMode,
 )
-from shardyard.domain.replica_groups import GLOO, AllReduce, Strategy
+from shardyard.domain.replica_groups import GLOO, AllReduce, Between, Strategy
 
 PARTITIONS_AUTO: Final = 8
 IDLE_MS_MAX: Final = 7 * 24 * 3_600_000
@@ -102,6 +102,13 @@ class JobSettings(Section):
         " pipeline: a stage of the model in each worker (job.pipeline). sharded: a shard of each parameter in each"
         " worker (job.sharded). tensor: a part of each layer in each worker (job.tensor). See"
         " docs/guides/strategies.md.",
+    )
+    between: Between = Field(
+        default=Between.ALL_REDUCE,
+        strict=False,
+        description="With strategy pipeline: how pipelines combine gradients, and where variables live. all_reduce: in"
+        " the workers; those with the same stage add up their gradients, and each takes the step. parameter_server: on"
+        " the servers, which take the step; each worker pushes the gradients of its stage, and pulls its values.",
     )
     deterministic: bool = Field(
         default=False,
@@ -198,7 +205,12 @@ class JobSettings(Section):
     @property
     def updates_in_workers(self) -> bool:
         """Whether workers run the optimizer that changes their values."""
-        return self.consistency.local_steps is not None or self.strategy.is_mirrored
+        return self.consistency.local_steps is not None or self.has_replicas
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether variables are in the workers, and the servers have copies only."""
+        return self.strategy.is_mirrored and self.between is Between.ALL_REDUCE
 
     @property
     def partition_count(self) -> int:
@@ -261,9 +273,18 @@ class JobSettings(Section):
                 "all_reduce whole with deterministic true, which adds the gradients of the ranks one by one",
                 f"all_reduce {self.all_reduce.value}",
             )
+        if self.between is Between.PARAMETER_SERVER and self.strategy is not Strategy.PIPELINE:
+            raise impossible(
+                ("between", "strategy"),
+                "strategy pipeline with between parameter_server, whose workers push the gradients of their stages",
+                f"strategy {self.strategy.value}",
+            )
         if not self.strategy.is_mirrored:
             return self
         self._group_fits()
+        if not self.has_replicas:
+            self._pushes_fit()
+            return self
         for name, found, wanted in (
             ("consistency.backup_workers", self.consistency.backup_workers, 0),
             ("durability", self.durability.value, Durability.CHECKPOINT.value),
@@ -277,6 +298,21 @@ class JobSettings(Section):
                     f"{name} {found}",
                 )
         return self
+
+    def _pushes_fit(self) -> None:
+        """Of a strategy whose workers push the gradients of their parts."""
+        for name, found, wanted in (
+            ("consistency.backup_workers", self.consistency.backup_workers, 0),
+            ("clip.norm", self.clip.norm, 0.0),
+            ("compression.push", self.compression.push_rules.compresses, False),
+            ("all_reduce", self.all_reduce.value, AllReduce.WHOLE.value),
+        ):
+            if found != wanted:
+                raise impossible(
+                    ("between", name),
+                    f"{name} {wanted} with between parameter_server, where each worker pushes a part of a gradient",
+                    f"{name} {found}",
+                )
 
     def _group_fits(self) -> None:
         """Of a strategy whose workers have parts of the variables."""

@@ -30,6 +30,14 @@ STRATEGIES: Mapping[str, Mapping[str, object]] = {
         "pipeline__stages": 2,
         "consistency__logical_ranks": 2,
     },
+    "pushed": {"strategy": "pipeline", "pipeline__microbatches": 4, "between": "parameter_server"},
+    "two-pushed": {
+        "strategy": "pipeline",
+        "pipeline__microbatches": 4,
+        "pipeline__stages": 2,
+        "between": "parameter_server",
+        "consistency__logical_ranks": 2,
+    },
     "two-sharded": {"strategy": "sharded", "sharded__size": 2, **RANKS},
     "two-tensor": {"strategy": "tensor", "tensor__size": 2, "consistency__logical_ranks": 2},
     # two batches a step
@@ -42,6 +50,12 @@ STRATEGIES: Mapping[str, Mapping[str, object]] = {
             "tensor": {},
         }.items()
     },
+    "accumulated-pushed": {
+        "strategy": "pipeline",
+        "pipeline__microbatches": 4,
+        "between": "parameter_server",
+        ACCUMULATE: 2,
+    },
 }
 OF_SEVERAL = {"pipeline": "pipeline__stages", "tensor": "tensor__size"}
 """What says how many workers have a part of the model each."""
@@ -51,8 +65,9 @@ CASES = [
     for model in equivalence.MODELS
     for strategy in STRATEGIES
     for processes in (1, 2, 4)
-    if (processes > 1 or strategy.removeprefix("accumulated-") not in OF_SEVERAL)
+    if (processes > 1 or strategy.removeprefix("accumulated-") not in (*OF_SEVERAL, "pushed"))
     and (processes == 4 or not strategy.startswith("two-"))
+    and (model != "recommender" or not strategy.endswith("pushed"))  # it has tables
 ]
 
 
@@ -118,7 +133,7 @@ def yard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 
 @pytest.mark.long(
     *("gpt-parameter_server-2", "recommender-multi_worker_mirrored-2", "recommender-sharded-2", "gpt-tensor-2"),
-    "digits-accumulated-pipeline-2",
+    *("digits-accumulated-pipeline-2", "gpt-accumulated-pushed-2"),
 )
 @pytest.mark.parametrize(("model", "strategy", "processes"), CASES)
 def test_losses_are_those_of_plain_torch(

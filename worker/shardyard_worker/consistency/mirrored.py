@@ -28,7 +28,7 @@ from shardyard.domain.consistency import NonFinite
 from shardyard.domain.ids import Rank
 from shardyard.domain.push_names import PushName
 from shardyard.domain.replica_groups import ReplicaGroup
-from shardyard_worker.consistency.replica_group import GroupStrategy
+from shardyard_worker.consistency.replica_group import ReplicaStrategy
 from shardyard_worker.exchange.requests import ExchangeResult, PullSpec
 from shardyard_worker.replicas.buckets import buckets_of
 from shardyard_worker.replicas.buffer_means import BufferMeans
@@ -45,7 +45,7 @@ _WEIGHT, _OVERFLOWS, _CHANGED, _SUSPECT, _LEAVE, _PUBLISH = range(6)
 _FACTS: Final = 6
 
 
-class MirroredStrategy(GroupStrategy):
+class MirroredStrategy(ReplicaStrategy):
     """For job.strategy mirrored and multi_worker_mirrored."""
 
     def __init__(self, trainer: Trainer, replica: Replica) -> None:

@@ -8,6 +8,7 @@ from shardyard_worker.consistency.backup_workers import BackupVersions
 from shardyard_worker.consistency.hybrid import HybridStrategy
 from shardyard_worker.consistency.mirrored import MirroredStrategy
 from shardyard_worker.consistency.pipelined import PipelineStrategy
+from shardyard_worker.consistency.pushed_stages import PushedStages
 from shardyard_worker.consistency.sharded import ShardedStrategy, TensorStrategy
 from shardyard_worker.consistency.strategy import Strategy
 from shardyard_worker.consistency.synchronous import SyncStrategy
@@ -25,7 +26,8 @@ def strategy_for(trainer: Trainer, replica: Replica | SpreadModel | None) -> Str
     if session.job_settings.strategy.is_mirrored:
         match replica:
             case Pipeline():
-                return PipelineStrategy(trainer, replica)
+                has_replicas = session.job_settings.has_replicas
+                return PipelineStrategy(trainer, replica) if has_replicas else PushedStages(trainer, replica)
             case FullyShardedModel():
                 return ShardedStrategy(trainer, replica)
             case TensorParallelModel():

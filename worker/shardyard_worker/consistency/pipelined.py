@@ -25,28 +25,56 @@ from shardyard_worker.training.table_binding import Upcoming
 from shardyard_worker.training.trainer import Trainer
 
 
-class PipelineStrategy(SpreadStrategy):
-    """For job.strategy pipeline."""
+class StageRuns:
+    """The stages of this worker in its group."""
 
-    def __init__(self, trainer: Trainer, pipeline: Pipeline) -> None:
-        super().__init__(trainer, pipeline)
+    def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self._group: StageGroup | None = None
         self._runner: StageRunner | None = None
 
-    def _begin_group(self, members: SideBySide) -> None:
-        pipeline = self._pipeline
-        pipeline.replica_at(members.inside.place)
-        if members.inside.process_group is None:  # all steps were taken before
+    def begin(self, inside: Collectives, everyone: Collectives) -> None:
+        """`everyone`: the members that tell each other facts; among them are those of this pipeline."""
+        if inside.process_group is None:  # all steps were taken before
             return
-        self._group = StageGroup(members.inside, members.all)
+        pipeline = self._pipeline
+        self._group = StageGroup(inside, everyone)
         self._runner = StageRunner(pipeline.stages, pipeline.settings, pipeline.loss, self._group, pipeline.device)
 
-    def _end_group(self) -> None:
+    def end(self) -> None:
         group, self._group = self._group, None
         self._runner = None
         if group is not None:
             group.end()
+
+    def run(self, inputs: Sequence[torch.Tensor], target: torch.Tensor, weight: float, facts: int) -> float:
+        """`facts`: how many each member says after the step's batches. Raises GroupLost."""
+        if self._runner is None or self._group is None:
+            raise GroupLost("this worker has left its replica group")
+        self._group.receive_facts(facts)
+        return self._runner.run(inputs, target, weight)
+
+    def sum_facts(self, said: list[float]) -> list[float]:
+        """Raises GroupLost."""
+        if self._group is None:
+            raise GroupLost("this worker has left its replica group")
+        return self._group.sum_facts(said)
+
+
+class PipelineStrategy(SpreadStrategy):
+    """For job.strategy pipeline, with the variables in the workers."""
+
+    def __init__(self, trainer: Trainer, pipeline: Pipeline) -> None:
+        super().__init__(trainer, pipeline)
+        self._pipeline = pipeline
+        self._runs = StageRuns(pipeline)
+
+    def _begin_group(self, members: SideBySide) -> None:
+        self._pipeline.replica_at(members.inside.place)
+        self._runs.begin(members.inside, members.all)
+
+    def _end_group(self) -> None:
+        self._runs.end()
 
     @property
     def _pushes_rows(self) -> bool:
@@ -58,12 +86,8 @@ class PipelineStrategy(SpreadStrategy):
         return super()._push_kept_rows(facts, upcoming if self._pushes_rows else None, pull)
 
     def _run(self, inputs: Sequence[torch.Tensor], target: torch.Tensor, weight: float) -> float:
-        if self._runner is None or self._group is None or self._members is None:
-            raise GroupLost("this worker has left its replica group")
-        self._group.receive_facts(count_of_facts(self._members.all.size))
-        return self._runner.run(inputs, target, weight)
+        members = self._members
+        return self._runs.run(inputs, target, weight, 0 if members is None else count_of_facts(members.all.size))
 
     def _sum(self, collectives: Collectives, said: list[float]) -> list[float]:  # noqa: ARG002 - by messages
-        if self._group is None:
-            raise GroupLost("this worker has left its replica group")
-        return self._group.sum_facts(said)
+        return self._runs.sum_facts(said)

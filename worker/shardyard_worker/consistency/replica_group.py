@@ -1,9 +1,8 @@
-"""A strategy whose variables are in the workers: its place in the newest replica group (ledger.md, rules D1 to D5).
+"""A strategy whose variables are in the workers (docs/internals/ledger.md, rules D1 to D5).
 
-The coordinator forms groups of workers that take steps together. A member that goes away ends the group. The others ask
-the coordinator for the next one, and go on from the newest step that any of them has taken.
+The members of a group begin with the newest step that any of them has taken, or with what the servers have.
 
-Owns: the membership of groups, and the step of this worker's variables. Must not know: what the members sum.
+Owns: the step of this worker's variables. Must not know: what the members sum.
 """
 
 from __future__ import annotations
@@ -15,14 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from shardyard.domain import errors
-from shardyard.domain.ids import Rank, Token
 from shardyard.domain.push_names import PushName
 from shardyard.domain.replica_groups import ReplicaGroup
-from shardyard.wire import common_messages, lease_messages, methods
-from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_worker.consistency.logical_ranks import LogicalRanks, RankPosition
+from shardyard_worker.consistency.group_strategy import GroupStrategy
+from shardyard_worker.consistency.logical_ranks import LogicalRanks
 from shardyard_worker.consistency.step_versions import StepVersions
-from shardyard_worker.consistency.synchronous import SyncStrategy
 from shardyard_worker.exchange.fan_out import MapChanged
 from shardyard_worker.exchange.requests import ExchangeResult, PullSpec, PushRequest
 from shardyard_worker.replicas.collectives import Collectives
@@ -40,31 +36,10 @@ RankWork = tuple[PushName, StepInput | None]
 """What a rank pushes of a step. None: it does not count."""
 
 
-class GroupRanks(LogicalRanks):
-    """The ranks of this worker's place in its group. They are not leased one by one."""
-
-    def hold(self, ranks: tuple[Rank, ...], step: int, generation: int) -> None:
-        self.held = {rank: RankPosition(Token(generation), step, step) for rank in ranks}
-
-    def open_rows(self) -> None:
-        """Writes the group's generation to every partition as the token of these ranks. From then on pushes of former
-        groups are refused. Raises StaleToken."""
-        keys = {rank: key for rank in self.held for key in self._keys_of(rank)}
-        marks = self._trainer.router.open_sources([(key, self.held[rank].token) for rank, key in keys.items()])
-        for rank, key in keys.items():
-            self.held[rank].highest = max(mark.next for mark in marks[key])
-
-    def announce_until(self, rank: Rank) -> int:  # noqa: ARG002
-        return 0
-
-    def is_offered(self) -> bool:
-        return False
-
-
 class ReplicaVersions(StepVersions):
     """Versions that this worker makes itself."""
 
-    def __init__(self, trainer: Trainer, ranks: LogicalRanks, strategy: GroupStrategy) -> None:
+    def __init__(self, trainer: Trainer, ranks: LogicalRanks, strategy: ReplicaStrategy) -> None:
         super().__init__(trainer, ranks)
         self._strategy = strategy
 
@@ -93,58 +68,24 @@ class ReplicaVersions(StepVersions):
             self._trainer.link.tables.arrive(self._rows)
 
 
-class GroupStrategy(SyncStrategy):
+class ReplicaStrategy(GroupStrategy):
     """The base of `mirrored` and of `spread`. `replica`: the variables that this worker updates."""
 
-    ranks: GroupRanks
     versions: ReplicaVersions
 
     def __init__(self, trainer: Trainer, replica: Replica) -> None:
-        super().__init__(trainer, lambda trainer, ranks: ReplicaVersions(trainer, ranks, self), GroupRanks)
+        super().__init__(trainer, lambda trainer, ranks: ReplicaVersions(trainer, ranks, self))
         self.replica = replica
-        self._settings = trainer.session.job_settings
-        self._collectives: Collectives | None = None
-        self._left = 0
-        """The generation of the newest group that this worker was in."""
         self._replica_step: int | None = None
         """The step of the replica; None: it has no values yet."""
-        self._is_to_leave = False
         self._publisher = Publisher(trainer, replica)
         self._has_rows = trainer.link.tables is not None
-        self.weight_of_work: Callable[[], float | None] = lambda: None
-        """The samples of the work at hand, while its last batch is computed; None: not known before the step."""
-        self.weight_of_batch: Callable[[], float | None] = lambda: None
-        """The share of the batch at hand in the samples of its work; None: no work is at hand."""
 
     # ---- the group
 
-    def take_place(self) -> None:
-        """Returns when this worker has a place in the newest group, and its replica stands at the group's step. A step
-        that was begun, and is not ended, ends the group."""
-        self.check_mode()
-        while self._collectives is None or self._is_to_leave or self._has_begun:
-            self._leave_group()
-            try:
-                self._join(self._ask())
-            except MapChanged as error:
-                log.info("has no place in the replica group: %s", error)
-                self._follow_map()
-
-    def _ask(self) -> ReplicaGroup:
-        session = self._session
-        request = wire.JoinReplicaGroupRequest(
-            caller=common_messages.caller_to_wire(session.caller), left=self._left, step=self._replica_step
-        )
-        reply = session.ask(methods.JOIN_REPLICA_GROUP, request)
-        with session.wait_registry.over(lambda: f"the next replica group: {reply.waiting_for}"):
-            while reply.retry_ms:
-                self._trainer.router.pause(reply.retry_ms)
-                session.check_waiting()
-                if self._trainer.is_behind:
-                    self._trainer.follow_map()
-                    self.check_mode()
-                reply = session.ask(methods.JOIN_REPLICA_GROUP, request)
-        return lease_messages.replica_group_from_wire(reply.group)
+    @property
+    def _step_of_replica(self) -> int | None:
+        return self._replica_step
 
     def _join(self, group: ReplicaGroup) -> None:
         place = group.place_of(self._session.caller.incarnation)
@@ -166,7 +107,7 @@ class GroupStrategy(SyncStrategy):
         self.ranks.hold(self._ranks_at(group, place), step, group.generation)
         if self._has_rows:
             with while_newest():
-                self.ranks.open_rows()
+                self.ranks.open_all()
         self.versions.begin_at(step)
         log.info("has place %d of %d in replica group %d, at step %d", place, len(group.members), self._left, step)
 
@@ -195,18 +136,10 @@ class GroupStrategy(SyncStrategy):
         """Ends the group's collectives, and drops what was summed."""
 
     @property
-    def _has_begun(self) -> bool:
-        """Whether sums of a step were begun, and the step was not ended."""
-        return False
-
-    @property
     def _share(self) -> tuple[int, int]:
         """This member's place among so many that have the same variables."""
         assert self._collectives is not None
         return self._collectives.place, self._collectives.size
-
-    def _ranks_at(self, group: ReplicaGroup, place: int) -> tuple[Rank, ...]:
-        return group.ranks_at(place, self._session.logical_ranks, self._settings.workers_per_rank)
 
     def _load_from_servers(self, published: int | None) -> int:
         """Loads what the servers have. `published`: its step, which they keep if rows are of the next one; None: that
@@ -287,21 +220,10 @@ class GroupStrategy(SyncStrategy):
 
     # ---- what the base asks
 
-    @property
-    def on_standby(self) -> bool:
-        return False
-
-    def begin(self) -> None:
-        self.take_place()
-
     def _follow_map(self) -> None:
-        """The group or the map has changed."""
         if self._trainer.is_behind:
-            self._trainer.follow_map()
             self._publisher.forget()
-        self.check_mode()
-        self._is_to_leave = True
-        self.versions.current = None
+        super()._follow_map()
 
     def has_moved(self) -> bool:
         """As of the base. While this worker waits for a checkpoint, it gives the servers the state for it."""
@@ -349,6 +271,3 @@ class GroupStrategy(SyncStrategy):
             return
         with contextlib.suppress(errors.StaleGeneration):  # others are in the next group, and publish
             self._publisher.publish_alone(step, self._left)
-
-    def close(self) -> None:
-        self._leave_group()

@@ -1,11 +1,10 @@
 """Synchronous steps of a replica that is spread over the members of a group: the base of `pipeline`, `sharded` and
 `tensor` (docs/internals/ledger.md, rules D1 to D5, D7 and D8).
 
-`run` computes gradients together with the other members of this worker's replica, and leaves each with those of its own
-variables. If there are several replicas side by side, members with the same variables add up their gradients. Then all
-members sum a few facts. A member that has the sum knows that all gradients are there, and takes the step with its own
-optimizer. One that has lost the group before keeps its gradients until the next group, in case another member has taken
-the step.
+Each member has the gradients of its own variables. If there are several replicas side by side, members with the same
+variables add up their gradients. Then all members sum a few facts. A member that has the sum knows that all gradients
+are there, and takes the step with its own optimizer. One that has lost the group before keeps its gradients until the
+next group, in case another member has taken the step.
 
 Rows of tables stay on the servers. The facts say whether the step counts, so rows are pushed after them, each rank's
 under its name, and the step is taken when the servers have those of all ranks (rule D6).
@@ -21,17 +20,18 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 import torch
 
 from shardyard.domain.consistency import NonFinite
-from shardyard.domain.errors import Internal, InvalidRequest
+from shardyard.domain.errors import Internal
 from shardyard.domain.ids import Rank
 from shardyard.domain.push_names import PushName
 from shardyard.domain.replica_groups import ReplicaGroup
 from shardyard.runtime.malloc import give_back_freed
-from shardyard_worker.consistency.replica_group import GroupStrategy, RankWork
+from shardyard_worker.consistency.computed_together import ComputedTogether, square_norm
+from shardyard_worker.consistency.replica_group import RankWork, ReplicaStrategy
 from shardyard_worker.exchange.fan_out import MapChanged
 from shardyard_worker.exchange.requests import ExchangeResult, PullSpec
 from shardyard_worker.replicas.buffer_means import BufferMeans
@@ -65,40 +65,28 @@ class Gradients:
     buffers: list[torch.Tensor] | None
 
 
-class SpreadStrategy(GroupStrategy):
+class SpreadStrategy(ComputedTogether, ReplicaStrategy):
     """`model`: what this worker updates a part of."""
 
     computes_alone: ClassVar[bool] = False
     """Whether each member has batches of its own; else the members of a replica compute each batch together."""
 
     def __init__(self, trainer: Trainer, model: SpreadModel) -> None:
-        super().__init__(trainer, model.replica)
+        ReplicaStrategy.__init__(self, trainer, model.replica)
         self._model = model
         self._members: SideBySide | None = None
         self._buffer_means = BufferMeans(model.replica.buffers)
-        self._lost: GroupLost | None = None
-        """The computation has met the loss of a member."""
-        self._passes = 0
-        """How many batches were computed in the step at hand."""
-        self._accumulate = 1
-        """How many a rank has in a step."""
-        self._weight = 0.0
-        """Of these, added up."""
-        self._has_run = False
-        """Whether gradients of the work at hand were computed."""
-        self._own_loss = 0.0
-        """Of the last batch: what this member has computed of it."""
-        self._has_odd_loss = False
-        """Whether that of a batch of this step is not finite."""
         self._gradients: Gradients | None = None
         self._rows: list[RankWork] = []
         """Of the step at hand, what this member pushes when it knows whether it counts."""
         self._facts: list[float] = []
         """Of the last step that this worker has taken, or was told of."""
-        self.loss = float("nan")
-        """Of the last batch; NaN if it did not count."""
 
     # ---- the group
+
+    @property
+    def _inside(self) -> Collectives | None:
+        return None if self._members is None else self._members.inside
 
     @property
     def publishes_to_change(self) -> bool:
@@ -199,8 +187,7 @@ class SpreadStrategy(GroupStrategy):
         self._forget_gradients()
 
     def _forget_gradients(self) -> None:
-        self._passes, self._weight, self._has_odd_loss = 0, 0.0, False
-        self._model.drop_gradients()
+        super()._forget_step()
         if self._trainer.link.tables is not None:
             self._trainer.link.tables.clear()
         self._buffer_means.clear()
@@ -238,73 +225,11 @@ class SpreadStrategy(GroupStrategy):
         with contextlib.suppress(MapChanged):  # another member has left before, or died
             self._publisher.publish(step, collectives, self._share)
 
-    def close(self) -> None:
-        super().close()
-        self._model.close()
-
     # ---- a step
-
-    def run(self, inputs: Sequence[Any], target: Any, accumulate: int) -> None:
-        """Computes the gradients of a batch with the other members. A rank's part of a step has `accumulate` batches.
-        Raises InvalidRequest, UnsupportedModel. If a member is lost, `contribute` says so."""
-        step, weight = self.versions.current, self.weight_of_batch()
-        if self._members is None:
-            raise InvalidRequest("job.train_step without a place in the group", todo="call it for each batch")
-        if weight is None:
-            raise InvalidRequest(
-                "job.train_step twice for one batch",
-                why="a batch is one piece of work, and counts once",
-                todo="call it once for each batch of job.batches",
-            )
-        self._model.free()
-        self._accumulate = accumulate
-        if self._lost is None:
-            try:
-                with self._session.wait_registry.over(lambda: f"step {step} of the other members"):
-                    self._own_loss = self._run(inputs, target, weight)
-            except GroupLost as error:
-                self._lost = error
-        self._passes += 1
-        self._weight += weight
-        self._has_odd_loss |= not math.isfinite(self._own_loss)
-        self._has_run = True
-
-    def loss_before_step(self) -> float:
-        """Of the last batch, after which others follow in the step; NaN if a member is lost."""
-        members, step = self._members, self.versions.current
-        if members is not None and self._lost is None:
-            try:
-                with self._session.wait_registry.over(lambda: f"step {step} of the other members"):
-                    return self._loss_of_batch(members.inside)
-            except GroupLost as error:
-                self._lost = error
-        return float("nan")
-
-    @abstractmethod
-    def _run(self, inputs: Sequence[Any], target: Any, weight: float) -> float:
-        """Adds the gradients of a batch, times `weight`, to those of this worker's parameters. Returns what it has
-        computed of the batch's loss. Raises as `run` does, and GroupLost."""
-
-    def drop(self) -> None:
-        super().drop()
-        self._forget_step()
 
     def _counted(self, name: PushName, rank: Rank, sending: StepInput | None) -> StepInput | None:  # noqa: ARG002
         """Whether gradients are finite is looked at once, by all members."""
         return sending
-
-    def contribute(self, name: PushName | None, sending: StepInput | None, upcoming: Upcoming | None = None) -> None:
-        if sending is not None and not self._has_run:
-            raise InvalidRequest(
-                f"optimizer.step() in a job whose job.strategy is {self._model.strategy.value}",
-                why="a worker has the gradients of its own variables only, after it has computed with the others",
-                todo="call job.train_step(x, y), which computes the loss and takes the step",
-            )
-        self.loss = float("nan")
-        try:
-            super().contribute(name, sending, upcoming)
-        finally:
-            self._has_run = False
 
     def _push(
         self,
@@ -420,12 +345,6 @@ class SpreadStrategy(GroupStrategy):
         facts: list[float] = found.tolist()
         return facts
 
-    def _loss_of_batch(self, inside: Collectives) -> float:
-        """Of a batch after which this replica computes another one for the step."""
-        found = torch.tensor([self._own_loss], dtype=torch.float64)
-        inside.wait(inside.sum(found))
-        return float(found)
-
     def _loss_in(self, facts: Sequence[float], members: SideBySide) -> float:
         """The loss of the last batch, of which the members of this replica say their parts."""
         return sum(facts[FACTS + members.all.size :][members.places])
@@ -464,8 +383,3 @@ def has_odd_rows(work: RankWork) -> bool:
     """Whether gradients of its rows are not finite."""
     rows = None if work[1] is None else work[1].rows
     return rows is not None and not all(bool(each.isfinite().all()) for each in rows.tensors)
-
-
-def square_norm(gradients: Sequence[torch.Tensor | None]) -> float:
-    norms = [float(torch.linalg.vector_norm(each)) for each in gradients if each is not None]
-    return sum([norm * norm for norm in norms])

@@ -62,6 +62,11 @@ class SyncStrategy(Strategy):
         """Whether this worker may leave before its next step if it is told to."""
         return True
 
+    @property
+    def has_all_values(self) -> bool:
+        """Whether the targets are all variables, or this worker has no need of the others."""
+        return True
+
     def leave(self, groups: tuple[tuple[float, ...], ...]) -> None:  # noqa: ARG002 - nothing more is pushed
         """Pushes nothing: a step has room only for its logical ranks."""
         self._trainer.pushes.lose_residual()

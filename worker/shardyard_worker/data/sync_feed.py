@@ -106,9 +106,10 @@ class SyncFeed(Feed):
                 yield from self._compute(rank)
         if not self._is_told_to_stop:
             self._makeup.find_end()
-        if self._strategy.on_standby or self._strategy.step < self._end:
+        strategy = self._strategy
+        if strategy.on_standby or strategy.step < self._end or not strategy.has_all_values:
             # together with the news of the end, a rank may have gone to a worker that computed none
-            self._strategy.catch_up(self._end)
+            strategy.catch_up(self._end)
 
     # ---- a rank's part of a step
 

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shardyard.domain.errors import ConfigurationError, InvalidRequest, UnsupportedModel, UnsupportedOptimizer
 from shardyard.domain.optimizers import OptimizerSpec
-from shardyard.domain.replica_groups import Strategy
+from shardyard.domain.replica_groups import Between, Strategy
 from shardyard_worker.consistency.local_sgd import InnerOptimizer, LocalOptimizer, LocalRounds, outer_optimizer
 from shardyard_worker.consistency.synchronous import SyncStrategy
 from shardyard_worker.embedding.table import tables_by_path, tables_of
@@ -70,6 +70,12 @@ def prepare(
             why="the norm of a step's gradient has parts of rows, on the servers, and of variables, in the workers",
             todo="set job.clip.norm to 0, or job.strategy to parameter_server",
         )
+    if tables and loop.session.job_settings.between is Between.PARAMETER_SERVER:
+        raise UnsupportedModel(
+            f"embedding table {next(iter(tables))!r} in a job with job.between parameter_server",
+            why="each worker of a pipeline pushes to partitions of its own, and rows are in all partitions",
+            todo="set job.between to all_reduce",
+        )
     if tables and loop.is_local:
         raise ConfigurationError(
             f"embedding table {next(iter(tables))!r} in a job with job.consistency.mode local",
@@ -90,7 +96,10 @@ def prepare(
     fetched = partial(_fetched_state, loop, spec, replica)
     prepared = ServerOptimizer(optimizer, spec.kind, step, rows, fetched)
     variables = [*parameters, *buffers, *counts]
-    loop.begin(variables, spec, prepared.settings, model=model, tables=rows, state=state, replica=replica)
+    places = _places_of(loop, replica)
+    loop.begin(
+        variables, spec, prepared.settings, model=model, tables=rows, state=state, replica=replica, places=places
+    )
     loop.at_end.callback(refuse_steps(optimizer, unless=lambda: replica is not None and replica.is_stepping).remove)
     if schedule is not None:
         schedule.follow()
@@ -144,6 +153,21 @@ def _replica_of(
     if strategy is Strategy.SHARDED:
         return FullyShardedModel(*given, settings.sharded, loss)
     return TensorParallelModel(*given, settings.tensor, loss)
+
+
+def _places_of(loop: TrainingLoop, replica: Replica | SpreadModel | None) -> Sequence[int]:
+    """For each variable, the place of the worker that pushes its gradients; empty: one worker pushes all. Raises
+    ConfigurationError, UnsupportedModel."""
+    settings, exchange = loop.session.job_settings, loop.session.settings.worker.exchange
+    if settings.between is not Between.PARAMETER_SERVER or not isinstance(replica, Pipeline):
+        return ()
+    if exchange != "blocking":
+        raise ConfigurationError(
+            f"worker.exchange {exchange} in a job with job.between {settings.between.value}",
+            why="the workers of a pipeline push a gradient after all of them have computed it",
+            todo="leave worker.exchange out",
+        )
+    return replica.places
 
 
 def adopt_scaler(loop: TrainingLoop, scaler: JobScaler) -> None:

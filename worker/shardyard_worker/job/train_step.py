@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from shardyard.domain.errors import InvalidRequest
+from shardyard_worker.consistency.computed_together import ComputedTogether
 from shardyard_worker.consistency.sharded import ShardedStrategy, TensorStrategy
-from shardyard_worker.consistency.spread import SpreadStrategy
 from shardyard_worker.job.prepare import JobOptimizer
 from shardyard_worker.job.training_loop import TrainingLoop
 from shardyard_worker.optimizers.lr_schedule import JobScheduler
@@ -67,7 +67,7 @@ class TrainStep:
                 todo="call job.train_step(x, y), for loss(model(x), y)",
             )
         *inputs, target = batch
-        if isinstance(self._loop.strategy, SpreadStrategy):
+        if isinstance(self._loop.strategy, ComputedTogether):
             return self._take_together(self._loop.strategy, inputs, target, is_due=is_due, accumulate=accumulate)
         loss = self._loss(self._model(*inputs), target)
         check_loss(loss)
@@ -81,7 +81,7 @@ class TrainStep:
         return loss.detach()
 
     def _take_together(
-        self, strategy: SpreadStrategy, inputs: Sequence[Any], target: Any, *, is_due: bool, accumulate: int
+        self, strategy: ComputedTogether, inputs: Sequence[Any], target: Any, *, is_due: bool, accumulate: int
     ) -> torch.Tensor:
         """With the other members, each of which has a part of the variables."""
         self._check_source(strategy)
@@ -94,7 +94,7 @@ class TrainStep:
             self._schedule.step()
         return torch.tensor(strategy.loss)  # the strategy drops gradients, after the last of this worker's ranks
 
-    def _check_source(self, strategy: SpreadStrategy) -> None:
+    def _check_source(self, strategy: ComputedTogether) -> None:
         """Raises InvalidRequest if the members may not come to this batch together."""
         name = self._loop.session.job_settings.strategy.value
         if self._loop.need_trainer().accumulates_by_hand:

@@ -18,9 +18,9 @@ from shardyard.domain.consistency import ConsistencyMode, NonFinite, UpdateMode
 from shardyard.domain.errors import InvalidRequest, NotFound
 from shardyard.domain.optimizers import OptimizerSpec
 from shardyard.domain.variables import VariableKind
+from shardyard_worker.consistency.group_strategy import GroupStrategy
 from shardyard_worker.consistency.local_sgd import LocalRounds
 from shardyard_worker.consistency.modes import strategy_for
-from shardyard_worker.consistency.replica_group import GroupStrategy
 from shardyard_worker.consistency.strategy import LostWork, ModeChanged, Strategy
 from shardyard_worker.consistency.synchronous import SyncStrategy
 from shardyard_worker.data.feed import Feed
@@ -165,17 +165,19 @@ class TrainingLoop:
         tables: TableBinding | None = None,
         state: Mapping[int, VariableState] | None = None,
         replica: Replica | SpreadModel | None = None,
+        places: Sequence[int] = (),
     ) -> Trainer:
         """Registers the variables and gets their initial values. `settings` returns the optimizer's current settings.
         `state`: what the optimizer begins with if this worker gives the initial values. `replica`: these variables, for
-        a strategy under which they are in this worker; None: there is none for them."""
+        a strategy under which they are in this worker; None: there is none for them. `places`: see Trainer."""
         self.check_first()
         self.unprepared.close()
         if model is not None:
             self.samples = ForwardSamples(model)
             self.at_end.callback(self.samples.close)
         with INTERRUPTS:
-            trainer = Trainer(self.session, variables, spec, model, tables, context=self.present_strategy, state=state)
+            context = self.present_strategy
+            trainer = Trainer(self.session, variables, spec, model, tables, context=context, state=state, places=places)
             self.trainer, self.settings, self.replica = trainer, settings, replica
             if replica is None:
                 self.session.progress.needs_servers = "job.register" if self.scaler is None else "job.scaler"

@@ -50,6 +50,8 @@ class Pipeline(SpreadModel):
         self._optimizer = optimizer
         self._spec = spec
         self._check_owners()
+        self.places = self._found_places()
+        """For each variable, the place in a group of the worker that updates it."""
         self.place_of_tables = self._found_tables()
         """The place of the worker that looks up rows, and pushes their gradients."""
         log.info("the model is cut into %d stages:\n%s", len(self.stages), plan_of(self.stages))
@@ -61,15 +63,19 @@ class Pipeline(SpreadModel):
         settings = self.settings
         return f"stages at {cuts}, {settings.schedule.value} with {settings.microbatches} micro-batches"
 
+    def _found_places(self) -> list[int]:
+        found = dict[torch.Tensor, int]()
+        for place in range(self.settings.stages):
+            for number in self.settings.schedule.stages_at(place, self.settings.stages, self.settings.stages_each):
+                module = self.stages[number].module
+                found |= dict.fromkeys([*module.parameters(), *module.buffers()], place)
+        variables = [each.found for each in (*self._parameters, *self._buffers)]
+        return [found[each] for each in variables if each is not None]
+
     def replica_at(self, place: int) -> Replica:
         """The variables of the stages at this place of a group."""
-        numbers = self.settings.schedule.stages_at(place, self.settings.stages, self.settings.stages_each)
-        own: set[torch.Tensor] = set()
-        for number in numbers:
-            module = self.stages[number].module
-            own |= {*module.parameters(), *module.buffers()}
         variables = [*self._parameters, *self._buffers]
-        places = [at for at, each in enumerate(variables) if each.found in own]
+        places = [at for at, each in enumerate(self.places) if each == place]
         if tuple(places) != tuple(self.replica.places):
             parameters = [variables[at] for at in places if at < len(self._parameters)]
             buffers = [variables[at] for at in places if at >= len(self._parameters)]

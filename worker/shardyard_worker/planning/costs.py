@@ -72,17 +72,7 @@ def costs_of(model: PlannedModel, workers: int, servers: int) -> list[Cost]:
         Cost(Strategy.CENTRAL_STORAGE, worker, steps, 0),
         Cost(Strategy.MIRRORED, mirrored, stored, 0, refused),
         Cost(Strategy.MULTI_WORKER_MIRRORED, mirrored, stored, _all_reduced(gradients, workers), refused),
-        # of its stage everything; when the data ends, the whole model, and the state of its stage
-        Cost(
-            Strategy.PIPELINE,
-            model.fixed
-            + model.buffers
-            + (_sums(gradients, workers, stages) + model.state) // stages
-            + max((model.parameters + gradients) // stages, model.parameters),
-            stored,
-            None,
-            refused,
-        ),
+        _of_pipeline(model, workers, stages, stored, refused),
         # a shard of everything; when the data ends, the whole model, and a shard of its values and the state;
         # parameters are gathered twice
         Cost(
@@ -109,6 +99,18 @@ def costs_of(model: PlannedModel, workers: int, servers: int) -> list[Cost]:
             refused or is_whole or model.uncut,
         ),
     ]
+
+
+def _of_pipeline(model: PlannedModel, workers: int, stages: int, stored: int, refused: str) -> Cost:
+    parameters, gradients, own = model.parameters, model.parameters, model.fixed + model.buffers
+    if model.settings.strategy is Strategy.PIPELINE and not model.settings.has_replicas:
+        # of its stage the values, as they come from servers too, and the gradients; when the data ends, the whole model
+        worker = own + max((2 * parameters + gradients) // stages, 2 * parameters)
+        return Cost(Strategy.PIPELINE, worker, stored + gradients * (workers // stages), None)
+    # of its stage everything; when the data ends, the whole model, and the state of its stage
+    worker = own + (_sums(gradients, workers, stages) + model.state) // stages
+    worker += max((parameters + gradients) // stages, parameters)
+    return Cost(Strategy.PIPELINE, worker, stored, None, refused)
 
 
 def _in_replica(model: PlannedModel, strategy: Strategy, workers: int) -> int:

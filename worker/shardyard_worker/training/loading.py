@@ -39,18 +39,12 @@ class ValueLoader:
         session = link.session
         self._link = link
         self._context = context
-        self.targets = {index: variable.target for index, variable in enumerate(link.variables)}
+        self.targets: dict[int, torch.Tensor] = {}
+        self.of(range(len(link.variables)))
         self._follow_mode()
         self._prefetch = ForwardPrefetch(self.targets, model, self._bring) if _prefetches(session, model) else None
         self._late: dict[int, list[Late]] = {}
         """The parts of values that were arriving when the version was loaded, by variable."""
-        self._parameters = [
-            (index, each.target)
-            for index, each in enumerate(link.variables)
-            if each.spec.kind is VariableKind.PARAMETER
-        ]
-        self._buffers = [each for each in link.variables if each.place is not None]
-        self._sample = [target for _, target in self._parameters[:: max(1, len(self._parameters) // SAMPLED)]]
         self._changes: int | None = None
         """How often some of the parameters had been changed in place when the version was loaded. None: unknown."""
         self._version: Version = {}
@@ -59,6 +53,18 @@ class ValueLoader:
         self._notes_bases = session.job_settings.consistency.stale is not None
         self.bases: Bases | None = None
         """The versions that the targets hold, if the job scales by staleness."""
+
+    def of(self, indices: Iterable[int]) -> None:
+        """From now on these variables are loaded."""
+        variables = {index: self._link.variables[index] for index in indices}
+        self.targets.clear()
+        self.targets.update({index: each.target for index, each in variables.items()})
+        self._parameters = [
+            (index, each.target) for index, each in variables.items() if each.spec.kind is VariableKind.PARAMETER
+        ]
+        self._buffers = [each for each in variables.values() if each.place is not None]
+        self._sample = [target for _, target in self._parameters[:: max(1, len(self._parameters) // SAMPLED)]]
+        self._changes = None
 
     def _follow_mode(self) -> None:
         # steps in this worker change the targets in place, and values may be needed as they came

@@ -46,7 +46,7 @@ class NonFiniteCheck:
         self._count = 0
         self._in_a_row = 0
         # compiles now, while the servers compile their loops, and not in the first push; replicas look at a mean first
-        if self._looks and on_host and not session.job_settings.strategy.is_mirrored:
+        if self._looks and on_host and not session.job_settings.has_replicas:
             for dtype in sorted({variables[i].dtype.value for i in self._parameters} & set(_NAMES.values())):
                 first_not_finite([], [], dtype)
 

@@ -81,7 +81,7 @@ class PushBuilder:
     def _make_clipper(self) -> Clipper | None:
         """None in a synchronous job whose servers clip the mean of a step. Replicas clip it themselves."""
         settings = self._session.job_settings
-        clipping, by_servers = settings.clip.clipping, not settings.strategy.is_mirrored
+        clipping, by_servers = settings.clip.clipping, not settings.has_replicas
         if clipping == NO_CLIPPING or (by_servers and self._session.mode is UpdateMode.SYNC):
             return None
         return Clipper(clipping, self._link.layout.variables)

@@ -14,8 +14,8 @@ from typing import TypeVar
 import torch
 
 from shardyard.domain import errors
-from shardyard.domain.ids import Token
-from shardyard.domain.layout.layouts import PartitionMap
+from shardyard.domain.ids import PartitionId, Token
+from shardyard.domain.layout.layouts import JobLayout, PartitionMap
 from shardyard.domain.optimizers import OptimizerSpec
 from shardyard.domain.push_names import PushName, SourceKey, WorkerSource
 from shardyard.domain.variables import VariableKind
@@ -60,19 +60,27 @@ class Trainer:
         *,
         context: Callable[[], StepContext],
         state: Mapping[int, VariableState] | None = None,
+        places: Sequence[int] = (),
     ) -> None:
         """Registers the variables, and waits until the servers have initial values. `tables`: the model's, if it has
         any. `context`: returns the strategy of the job's current mode; it is called from the first step on. `state`:
-        what the optimizer begins with if this worker gives the initial values. Raises ConfigurationError."""
+        what the optimizer begins with if this worker gives the initial values. `places`: for each variable, the place
+        in a group of the worker that pushes its gradients; empty: this worker pushes all. Raises
+        ConfigurationError."""
         self.session = session
         self.optimizer = optimizer
         self.variables = tuple(variables)
         self._tables = tables
+        self._places = places
+        self._place: int | None = None
+        """Whose variables this worker has; None: it has all."""
         self._loads_parts = session.job_settings.strategy.is_mirrored
         """Whether this worker loads what it has of the variables by itself (`replicas.replica`)."""
         reply = self._register(session.check_waiting)
         layout = layout_messages.layout_from_wire(reply.layout)
         session.follow(reply)
+        self._partitions = self._partitions_by_place(layout)
+        """Those to which the worker at each place pushes."""
         self.accumulates = False
         """Whether the next backward adds to the gradients of this one, before they are pushed."""
         self.accumulates_by_hand = False
@@ -84,7 +92,8 @@ class Trainer:
         self.link = ServerLink(session, layout, self.variables, tables)
         self.values = ValueLoader(self.link, model, context)
         self.pushes = PushBuilder(self.link, self.values, copies)
-        self._connect(layout_messages.map_from_wire(reply.map), copies)
+        self._map = layout_messages.map_from_wire(reply.map)
+        self._connect(copies)
         try:
             self.pushes.follow(reply)
             if reply.initializer:
@@ -107,19 +116,25 @@ class Trainer:
             caller=common_messages.caller_to_wire(self.session.caller),
             variables=[layout_messages.variable_to_wire(variable.spec) for variable in self.variables],
             optimizer=layout_messages.optimizer_to_wire(self.optimizer),
+            places=self._places,
             tables=[] if self._tables is None else tables_to_wire(self._tables.settings),
         )
 
     # ---- the map
 
-    def _connect(self, map_: PartitionMap, copies: DeviceCopies | None, old: FlatBuffers | None = None) -> None:
-        """Buffers, servers and gradient hooks under a map. `old`: the buffers under the map before."""
+    def _connect(self, copies: DeviceCopies | None, old: FlatBuffers | None = None, *, follows: bool = False) -> None:
+        """Buffers, servers and gradient hooks under the newest map. `old`: the buffers under the map before.
+        `follows`: a request may have been sent before."""
         session, settings, link = self.session, self.session.settings.worker, self.link
+        map_ = self._map
+        if self._place is not None:
+            own = self._partitions.get(self._place, ())
+            map_ = PartitionMap(map_.generation, tuple(each for each in map_.owners if each.partition in own))
         link.buffers = FlatBuffers(
             link.layout,
             map_,
             shareable=settings.same_host == "auto",
-            pushes=not session.job_settings.strategy.is_mirrored,
+            pushes=not session.job_settings.has_replicas,
             slots=settings.window + 1,
             copies=copies,
         )
@@ -132,7 +147,7 @@ class Trainer:
             link.buffers,
             coding=str(pull_rules) if pull_rules.compresses else "",
             order=self.values.order,
-            follows=old is not None,
+            follows=follows,
             tables=link.tables is not None,
         )
         encodes = self.pushes.feedback is not None
@@ -150,8 +165,8 @@ class Trainer:
         """Connects under the newest map. Filled-in gradients and the current values stay as they are."""
         session, link = self.session, self.link
         reply = self._register()
-        map_ = layout_messages.map_from_wire(reply.map)
-        log.info("the job's partitions are at generation %d", map_.generation)
+        self._map = layout_messages.map_from_wire(reply.map)
+        log.info("the job's partitions are at generation %d", self._map.generation)
         regime = session.regime
         session.follow(reply)
         if session.regime != regime:
@@ -161,16 +176,45 @@ class Trainer:
                 link.tables.choose_cache(session)
         if self.cache is not None:
             self.cache.clear()  # partitions may have gone back
-        self._hooks.close()
-        link.router.close()
-        self.values.on_map_change()
-        old, current, copies = link.buffers, link.router.current, self._copies()
-        with torch._C.DisableTorchFunctionSubclass():
-            self._connect(map_, copies, old)
+        current = link.router.current
+        self._connect_again(keeps=True)
         link.router.current = current
+        self.pushes.follow(reply)
+
+    def _connect_again(self, *, keeps: bool) -> None:
+        """`keeps`: filled-in gradients and the current values stay as they are."""
+        self._hooks.close()
+        self.link.router.close()
+        self.values.on_map_change()
+        old, copies = self.link.buffers, self._copies()
+        with torch._C.DisableTorchFunctionSubclass():
+            self._connect(copies, old if keeps else None, follows=True)
         self.pushes.use(copies)
         old.close()
-        self.pushes.follow(reply)
+
+    def has_place(self, place: int | None) -> None:
+        """From now on this worker pushes, and pulls, the variables of that place in a group only; None: all. Their
+        values are not there until the next pull."""
+        if place != self._place:
+            self._place = place
+            self.values.of([at for at, each in enumerate(self._places) if place in (None, each)])
+            self._connect_again(keeps=False)
+
+    def _partitions_by_place(self, layout: JobLayout) -> dict[int, set[PartitionId]]:
+        """Those without variables are the first place's. Raises ConfigurationError if one has variables of several."""
+        found: dict[int, set[PartitionId]] = {place: set() for place in {0, *self._places}}
+        for part in layout.partitions:
+            places = {self._places[block.variable] for block in part.blocks} if self._places else {0}
+            if len(places) > 1:
+                raise errors.ConfigurationError(
+                    f"partition {part.partition} has variables of {len(places)} stages",
+                    why="each stage's worker pushes to partitions of its own, and the job's partitions were made for"
+                    " another strategy, or for stages that were cut elsewhere",
+                    todo="set job.between to all_reduce, which takes any partitions; or begin a new job with the values"
+                    " (`shardyard checkpoint export`)",
+                )
+            found[min(places, default=0)].add(part.partition)
+        return found
 
     @property
     def router(self) -> ServerGroup:

@@ -61,7 +61,9 @@ def register_variables_event(request: wire.RegisterVariablesRequest) -> events.V
     optimizer = layout_messages.optimizer_from_wire(request.optimizer)
     variables = layout_messages.variables_from_wire(request.variables, len(optimizer.groups))
     tables = table_messages.tables_from_wire(request.tables)
-    return events.VariablesRegistered(common_messages.caller_from_wire(request.caller), variables, optimizer, tables)
+    places = tuple(common_messages.bounded(request.places, len(variables), "places of variables"))
+    caller = common_messages.caller_from_wire(request.caller)
+    return events.VariablesRegistered(caller, variables, optimizer, tables, places)
 
 
 def register_variables_reply(placed: VariablesPlaced) -> wire.RegisterVariablesReply:

@@ -3,6 +3,8 @@ D8)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from shardyard.config.settings import CheckpointSettings, ConsistencySettings, JobSettings
@@ -10,7 +12,7 @@ from shardyard.domain import errors
 from shardyard.domain.consistency import ConsistencyMode
 from shardyard.domain.ids import Caller, MemberRole, Token
 from shardyard.domain.optimizers import OptimizerSpec, make_group
-from shardyard.domain.replica_groups import ReplicaGroup, Strategy
+from shardyard.domain.replica_groups import Between, ReplicaGroup, Strategy
 from shardyard.domain.tables.table_settings import TableSettings
 from shardyard.domain.variables import DType, VariableSpec
 from shardyard_coordinator.core import effects, events
@@ -36,11 +38,13 @@ class Yard(MachineYard):
         strategy: Strategy = Strategy.MULTI_WORKER_MIRRORED,
         ranks: int = 2,
         workers: int = 2,
+        between: Between = Between.ALL_REDUCE,
     ) -> None:
         super().__init__(lease_ms=LEASE_MS)
         self.server = self.register(MemberRole.SERVER, "s:1")
         self.settings = JobSettings(
             strategy=strategy,
+            between=between,
             workers_expected=workers,
             consistency=ConsistencySettings(mode=ConsistencyMode.SYNC, logical_ranks=ranks),
             rank_grace_ms=GRACE_MS,
@@ -48,7 +52,9 @@ class Yard(MachineYard):
         )
         self.first, self.second = self.hire(), self.hire()
         spec = OptimizerSpec("sgd", (make_group("sgd", {"lr": 1.0}),))
-        self.open_job(self.first, (VariableSpec("v", DType.FLOAT64, (8,)),), spec, tables)
+        variables = tuple(VariableSpec(name, DType.FLOAT64, (8,)) for name in "vw")
+        self.registered = events.VariablesRegistered(self.first, variables, spec, tables)
+        self.open_job(self.first, variables, spec, tables, (0, 1) if between is Between.PARAMETER_SERVER else ())
 
     def hire(self, host: str = "box") -> Caller:
         return self.join_as(self.register(MemberRole.WORKER, host=host), self.settings)
@@ -445,3 +451,53 @@ def test_groups_are_for_mirrored_jobs() -> None:
     plain = yard.join_as(yard.register(MemberRole.WORKER), JobSettings(name="plain"))
     with pytest.raises(errors.InvalidRequest, match=r"has no replica groups: its job\.strategy"):
         yard.handle(events.ReplicaGroupAsked(plain, 0, None))
+
+
+def yard_of_pushes() -> Yard:
+    """A pipeline of two stages whose variables are on the servers."""
+    return Yard(strategy=Strategy.PIPELINE, ranks=1, between=Between.PARAMETER_SERVER)
+
+
+def test_rule_d10_lost_stages_send_nobody_back() -> None:
+    yard = yard_of_pushes()
+    assert yard.form(yard.first, yard.second) == ReplicaGroup(1, (yard.first.incarnation, yard.second.incarnation))
+    yard.kill(yard.second.incarnation)
+    third = yard.hire()
+    yard.ask(third)
+    assert yard.form(yard.first, left=1).members == (yard.first.incarnation, third.incarnation)
+    yard.kill(yard.first.incarnation)
+    yard.kill(third.incarnation)
+    others = yard.hire(), yard.hire()
+    assert yard.form(*others) == ReplicaGroup(3, tuple(each.incarnation for each in others))
+    assert effects.RestorePartitions not in yard.latest
+
+
+def test_rule_d10_members_keep_their_stages() -> None:
+    yard = yard_of_pushes()
+    yard.form(yard.first, yard.second)
+    yard.kill(yard.first.incarnation)
+    third = yard.hire()
+    yard.ask(third)
+    assert yard.form(yard.second, left=1).members == (third.incarnation, yard.second.incarnation)
+
+
+def test_rule_d10_checkpoint_waits_for_no_published_state() -> None:
+    yard = yard_of_pushes()
+    yard.pass_time(200, yard.first, yard.second)
+    yard.complete_checkpoint_of(0)
+    yard.form(yard.first, yard.second)
+    yard.beat(yard.first.incarnation, Report(step=12))
+    yard.handle(events.Ticked())
+    assert yard.state.book.draft is not None
+    assert not yard.beat(yard.first.incarnation).publish
+    with pytest.raises(errors.InvalidRequest, match="publish nothing"):
+        yard.handle(events.ReplicasPublished(yard.first, 1, 12))
+
+
+@pytest.mark.parametrize("places", [(), (0,), (0, 2)])
+def test_variables_have_places_in_a_pipeline_that_pushes(places: tuple[int, ...]) -> None:
+    yard = yard_of_pushes()
+    with pytest.raises(errors.InvalidRequest, match="of 2 variables"):
+        yard.handle(replace(yard.registered, places=places))
+    with pytest.raises(errors.InvalidRequest, match="of 2 variables"):
+        Yard().handle(replace(Yard().registered, places=(0, 1)))

@@ -54,6 +54,16 @@ def test_blocks_stand_by_kind_then_dtype_then_variable() -> None:
     assert [variables[block.variable].name for block in blocks] == ["first", "second", "double", "mean", "count"]
 
 
+def test_place_with_more_bytes_has_more_partitions() -> None:
+    """Each has one at least."""
+    variables = [f32("small", 4), *(f32(f"v{index}", 64) for index in range(4))]
+    layout = plan(variables, SGD, partitions=4, block_bytes=1 << 20, places=[0, 1, 1, 1, 2])
+    held = [sorted(block.variable for block in part.blocks) for part in layout.partitions]
+    assert sorted(held) == [[0], [1, 3], [2], [4]]
+    with pytest.raises(InvalidRequest, match="2 partitions for the variables of 3 stages"):
+        plan(variables, SGD, partitions=2, block_bytes=1 << 20, places=[0, 1, 1, 1, 2])
+
+
 def test_bytes_are_balanced_over_partitions() -> None:
     layout = plan([f32(f"v{index}", 64) for index in range(8)], SGD, partitions=4, block_bytes=1 << 20)
     assert [part.payload_bytes for part in layout.partitions] == [512, 512, 512, 512]

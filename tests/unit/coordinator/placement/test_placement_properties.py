@@ -89,3 +89,18 @@ def test_each_partition_has_an_owner_and_no_server_is_idle_without_need(sizes: l
     assert len(loads) == min(count, len(sizes))
     if len(sizes) >= count:
         assert max(loads.values()) - min(loads.values()) <= max(sizes)
+
+
+@given(variables, st.integers(3, 9), block_sizes, st.lists(st.integers(0, 2), min_size=12, max_size=12))
+def test_partitions_have_variables_of_one_place(
+    specs: tuple[VariableSpec, ...], partitions: int, block_bytes: int, drawn: list[int]
+) -> None:
+    places = drawn[: len(specs)]
+    layout = plan(specs, SGD, partitions=partitions, block_bytes=block_bytes, places=places)
+    assert len(layout.partitions) == partitions
+    found = [{places[block.variable] for block in part.blocks} for part in layout.partitions]
+    assert max(map(len, found)) <= 1
+    assert {place for each in found for place in each} == {
+        place for place, spec in zip(places, specs, strict=True) if spec.elements
+    }
+    assert layout_messages.layout_from_wire(layout_messages.layout_to_wire(layout)) == layout

@@ -30,6 +30,30 @@ def test_what_does_not_fit_is_refused(name: str, value: object, message: str) ->
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("consistency__backup_workers", 1),
+        ("clip__norm", 1.0),
+        ("compression__push", "int8"),
+        ("all_reduce", "bf16"),
+        ("collectives", "other"),
+    ],
+)
+def test_what_does_not_fit_to_pushed_stages_is_refused(name: str, value: object) -> None:
+    given: dict[str, object] = {"between": "parameter_server", "workers_expected": 4, name: value}
+    path = name.replace("__", r"\.")
+    with pytest.raises(errors.ConfigurationError, match=rf"{path} .* with (between parameter_server|strategy pipe)"):
+        load(**given)
+
+
+def test_pushed_stages_need_a_pipeline() -> None:
+    with pytest.raises(errors.ConfigurationError, match="strategy pipeline with between parameter_server"):
+        load(strategy="sharded", between="parameter_server")
+    job = load(between="parameter_server", durability="wal", workers_expected=4).settings.job
+    assert (job.logical_rank_count, job.has_replicas, job.updates_in_workers) == (2, False, False)
+
+
+@pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"pipeline__schedule": "ZBVZeroBubble", "pipeline__virtual_stages": 3}, "virtual_stages 2 with schedule ZBV"),

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from shardyard.config.settings import ClipSettings, JobSettings, ShardedSettings
-from shardyard.domain.replica_groups import Strategy
+from shardyard.domain.replica_groups import Between, Strategy
 from shardyard_worker.planning import costs, dry_run
 from shardyard_worker.planning.costs import choose, costs_of
 from shardyard_worker.planning.dry_run import PlannedModel, PlannedTable
@@ -62,6 +62,13 @@ def test_replicas_side_by_side_are_as_large_as_the_settings_say() -> None:
         assert two.worker == one.worker + 4_000 // 2, strategy
         if strategy is Strategy.SHARDED:
             assert (one.busiest, two.busiest) == (6 * 4_000 // 2, 6 * 4_000 // 2 + 4 * 2_000 // 2)
+
+
+def test_workers_that_push_their_stages_have_no_optimizer_state() -> None:
+    settings = JobSettings(strategy=Strategy.PIPELINE, between=Between.PARAMETER_SERVER, workers_expected=4)
+    model = replace(model_of(4_000, state=8_000), settings=settings)
+    cost = next(each for each in costs_of(model, workers=4, servers=1) if each.strategy is Strategy.PIPELINE)
+    assert (cost.worker, cost.servers) == (2 * 4_000, 3 * 4_000 + 8_000 + 2 * 4_000)
 
 
 def test_strategies_that_cut_say_what_they_cannot_cut() -> None:

@@ -1,0 +1,153 @@
+"""Pipelines whose variables are on the servers (job.between parameter_server): each worker pushes the gradients of its
+stage."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardyard_launcher.cli import main
+from shardyard_launcher.yard.local_cluster import LocalCluster
+from tests.support.yards import Probes, Script, finish, running_yard, wait_for_any
+
+STEPS, BATCH, EPOCHS = 50, 8, 5
+Started = list[tuple[Script, Path]]
+
+
+@pytest.fixture(scope="module")
+def yard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    given = {"membership.lease_ms": 1_500, "membership.heartbeat_ms": 100}
+    with running_yard(tmp_path_factory.mktemp("yard"), servers=2, settings=given) as cluster:
+        yield cluster
+
+
+def settings(yard: LocalCluster, job: str, workers: int = 2, **more: object) -> dict[str, object]:
+    common: dict[str, object] = {
+        "coordinator": yard.coordinator,
+        "job": job,
+        "job__seed": 4,
+        "job__strategy": "pipeline",
+        "job__between": "parameter_server",
+        "job__pipeline__microbatches": 4,
+        "job__workers_expected": workers,
+        "membership__coordinator_grace_ms": 10_000,
+        "worker__threads": 1,
+    }
+    return common | more
+
+
+def options(ranks: int) -> tuple[str, ...]:
+    """Of a run of 50 steps."""
+    return ("--samples", str(STEPS * BATCH * ranks // EPOCHS), "--epochs", str(EPOCHS))
+
+
+def alone(yard: LocalCluster, job: str, ranks: int) -> dict[str, object]:
+    more = {"job__strategy": "parameter_server", "job__between": "all_reduce", "job__consistency__mode": "sync"}
+    return settings(yard, job, 1, **more, job__consistency__logical_ranks=ranks)
+
+
+def start(probes: Probes, workers: int, *given: str, **common: Any) -> Started:
+    return [probes.start(*given, **common) for _ in range(workers)]
+
+
+@pytest.mark.parametrize("pipelines", [1, 2])
+def test_losses_are_those_of_one_process(yard: LocalCluster, probes: Probes, pipelines: int) -> None:
+    wanted = probes.run("stages", *options(pipelines), **alone(yard, f"alone-{pipelines}", pipelines))
+    workers = 2 * pipelines
+    common = settings(yard, f"pushed-{pipelines}", workers)
+    started = start(probes, workers, "stages", *options(pipelines), **common)
+    results = [finish(script, out) for script, out in started]
+    for (script, _), result in zip(started, results, strict=True):
+        place = next(
+            at for at in range(workers) if any(f"has place {at} of {workers}" in line for line in script.lines)
+        )
+        assert result["losses"] == pytest.approx(wanted["losses"][place // 2 :: pipelines], rel=1e-5)
+    assert len({result["digest"] for result in results}) == 1, "all have the whole model at the end"
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+@pytest.mark.parametrize("place", [0, 1])
+def test_promise_2_a_lost_stage_costs_no_step(
+    yard: LocalCluster, probes: Probes, how: signal.Signals, place: int
+) -> None:
+    """A worker in reserve takes its place, and goes on from the step at hand. There is no checkpoint to go back to."""
+    common = settings(yard, f"lost-{how.name.lower()}-{place}", job__checkpoint__url="never")
+    accumulate = "2" if how is signal.SIGSTOP else "1"
+    given = ("stage-counts", "--samples", "48", "--epochs", "4", "--pause-ms", "20", "--accumulate", accumulate)
+    started = start(probes, 3, *given, **common)
+    wait_for_any([script for script, _ in started], "computed 13")
+    in_place = [any(f"has place {place} of 2" in line for line in script.lines) for script, _ in started]
+    victim, _ = started.pop(in_place.index(True))
+    victim.process.send_signal(how)
+    for script, out in started:
+        assert finish(script, out)["counts"] == [[4.0] * 48] * 2
+
+
+def test_promise_2_one_pipeline_computes_the_ranks_of_two(yard: LocalCluster, probes: Probes) -> None:
+    """A worker of each stage is lost, so that one pipeline can be made of the others."""
+    common = settings(yard, "both-lost", 4)
+    given = ("stage-counts", "--samples", "96", "--epochs", "10", "--pause-ms", "20", "--ranks", "2")
+    started = start(probes, 4, *given, **common)
+    wait_for_any([script for script, _ in started], "computed 7")
+    for place in (0, 3):
+        victim = next(each for each in started if any(f"has place {place} of 4" in line for line in each[0].lines))
+        started.remove(victim)
+        victim[0].process.send_signal(signal.SIGKILL)
+    wait_for_any([script for script, _ in started], "has place 1 of 2")
+    newcomers = start(probes, 2, *given, **common)
+    wait_for_any([script for script, _ in newcomers], "has place 3 of 4")
+    for script, out in (*started, *newcomers):
+        assert finish(script, out)["counts"] == [[10.0] * 96] * 2
+        assert not any("goes back to checkpoint" in line for line in script.lines)
+
+
+def test_gradient_that_is_not_finite_changes_nothing(yard: LocalCluster, probes: Probes) -> None:
+    given = ("stages", "--samples", "160", "--epochs", "1", "--nan-samples", "3")
+    found, told = [], []
+    for workers, common in ((1, alone(yard, "nan-alone", 2)), (4, settings(yard, "nan", 4))):
+        started = start(probes, workers, *given, **common)
+        found.append([finish(script, out)["losses"] for script, out in started])
+        told.append([line for script, _ in started for line in script.lines if "it does not count" in line])
+    (wanted,), ranks = found[0], sorted(found[1], key=str)
+    assert ranks[0] == ranks[1]
+    assert ranks[2] == ranks[3]
+    assert [ranks[0], ranks[2]] == sorted(
+        ([pytest.approx(each, rel=1e-5, nan_ok=True) for each in wanted[rank::2]] for rank in range(2)), key=str
+    )
+    assert list(map(len, told)) == [1, 1], told
+
+
+@pytest.mark.parametrize("before", ["parameter_server", "pipeline"])
+def test_partitions_of_another_strategy_are_refused(
+    yard: LocalCluster, probes: Probes, tmp_path: Path, before: str
+) -> None:
+    """The error says what to do."""
+    job, to_servers = f"moved-from-{before.replace('_', '-')}", {"job__checkpoint__url": tmp_path}
+    common = alone(yard, job, 1) if before == "parameter_server" else settings(yard, job, job__between="all_reduce")
+    workers = 1 if before == "parameter_server" else 2
+    for script, out in start(probes, workers, "stages", *options(1), "--stop-at", "20", **common | to_servers):
+        finish(script, out)
+    order = ["checkpoint", "restore", job, "--url", str(tmp_path), "--coordinator", yard.coordinator]
+    assert main([*order, "--state", str(yard._folder)]) == 0
+    for script, _ in start(probes, 2, "stages", *options(1), **settings(yard, job) | to_servers):
+        script.wait_for("has variables of 2 stages")
+        assert script.process.wait(30) != 0
+
+
+def test_checkpoint_is_restored_under_the_other_setting(yard: LocalCluster, probes: Probes, tmp_path: Path) -> None:
+    """AdamW's state moves too: losses go on as those of a run that was not interrupted."""
+    wanted = probes.run("stages", *options(1), **alone(yard, "moved-alone", 1))["losses"]
+    job, found = "moved-to-workers", []
+    for number, between in enumerate(("parameter_server", "all_reduce")):
+        common = settings(yard, job, job__between=between, job__checkpoint__url=tmp_path)
+        stop = ("--stop-at", "20") if number == 0 else ()
+        started = start(probes, 2, "stages", *options(1), *stop, **common)
+        found += [finish(script, out)["losses"] for script, out in started][:1]
+        if number == 0:
+            order = ["checkpoint", "restore", job, "--url", str(tmp_path), "--coordinator", yard.coordinator]
+            assert main([*order, "--state", str(yard._folder)]) == 0
+    assert [*found[0], *found[1]] == pytest.approx(wanted, rel=1e-5)
