@@ -1,4 +1,5 @@
-"""A pipeline of two workers against torch.distributed.pipelining used bare: the same cut, schedule and micro-batches.
+"""A pipeline of two workers against torch.distributed.pipelining used bare, with the same cut, schedule and
+micro-batches; and one whose variables are on servers against one whose variables are in the workers.
 
 Part of `strategies`. Checked on both sides: that the losses fall, and that they are the same after as many steps.
 """
@@ -6,7 +7,8 @@ Part of `strategies`. Checked on both sides: that the losses fall, and that they
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 
 from exchange.training import VERIFIED_STEPS, WARM_STEPS
@@ -16,7 +18,7 @@ from harness.workloads.pipeline import CUT, MICROBATCHES, SCHEDULE
 from harness.workloads.training import NumbersDiffer, check_falls
 
 STAGES = 2
-PEER, OURS = "torch pipelining", "pipeline"
+PEER, OURS, PUSHED = "torch pipelining", "pipeline", "pipeline to servers"
 
 
 class _Stages:
@@ -44,21 +46,32 @@ class _Stages:
 
 def run(task: str, pairs: int, seconds: float) -> dict[str, list[Figures]]:
     """Raises NumbersDiffer."""
+    peer = peer_side("torch_peers.training_pipeline", "--task", task, workers=STAGES, servers=0)
+    return _compare({PEER: peer, OURS: _ours(task, "all_reduce")}, task, pairs, seconds)
+
+
+def run_pushed(task: str, pairs: int, seconds: float) -> dict[str, list[Figures]]:
+    """With the variables on servers, against those in the workers. Raises NumbersDiffer."""
+    return _compare({OURS: _ours(task, "all_reduce"), PUSHED: _ours(task, "parameter_server")}, task, pairs, seconds)
+
+
+def _ours(task: str, between: str) -> AbstractContextManager[Side]:
     settings = {
         "job.strategy": "pipeline",
+        "job.between": between,
         "job.pipeline.stages": STAGES,
         "job.pipeline.schedule": SCHEDULE,
         "job.pipeline.microbatches": MICROBATCHES,
         "job.pipeline.cut": str(CUT),
     }
+    return shardyard_side("shardyard.pipeline", "--task", task, workers=STAGES, settings=settings, tls=True)
+
+
+def _compare(
+    sides: Mapping[str, AbstractContextManager[Side]], task: str, pairs: int, seconds: float
+) -> dict[str, list[Figures]]:
     with ExitStack() as stack:
-        peer = stack.enter_context(
-            peer_side("torch_peers.training_pipeline", "--task", task, workers=STAGES, servers=0)
-        )
-        ours = stack.enter_context(
-            shardyard_side("shardyard.pipeline", "--task", task, workers=STAGES, settings=settings, tls=True)
-        )
-        both = {f"{name}, {task}": _Stages(side, task) for name, side in ((PEER, peer), (OURS, ours))}
+        both = {f"{name}, {task}": _Stages(stack.enter_context(side), task) for name, side in sides.items()}
         one, other = (each.first for each in both.values())
         if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(one, other, strict=True)):
             raise NumbersDiffer(f"the losses of the pipelines differ: {one} and {other}")
