@@ -91,7 +91,7 @@ def come_again(yard: Yard) -> Process:
                 break
             except errors.StaleIncarnation as error:  # an agent would start it again
                 yard.world.say(f"{process} begins anew: {error.what}")
-            except (SystemExit, errors.JobFailed) as ended:
+            except (SystemExit, errors.JobFailed, errors.StorageUnavailable) as ended:
                 yard.world.say(f"{process} has nothing left to do: {ended}")
                 break
         process.kill("exited")

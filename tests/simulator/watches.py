@@ -84,7 +84,11 @@ def _note(yard: Yard, kind: str, body: Any) -> None:
         lost = code == "ServerLost" and not yard.has_checkpoint and len(yard.finished) == yard.plan.workers
         if code == "ServerLost" and not lost and not yard.waived:
             yard.world.violations.append(f"a server ended a job: {body['failure']['what']}")
-        finished = body["state"] == "finished" or unheard or lost
+        # likewise it ends without a last checkpoint
+        unwritten = code == "StorageUnavailable" and not yard.has_checkpoint and yard.disk.has_refused
+        if code == "StorageUnavailable" and not unwritten:
+            yard.world.violations.append(f"a checkpoint ended a job: {body['failure']['what']}")
+        finished = body["state"] == "finished" or unheard or lost or unwritten
         yard.jobs_finished += finished
         yard.jobs_failed += not finished  # the script is launched again
     elif kind == "consistency_switched":

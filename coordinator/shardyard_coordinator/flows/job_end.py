@@ -1,8 +1,8 @@
 """How a job ends: with a last checkpoint if it has done its work or has no workers left, at once if it has failed.
 
-Invariants: a finished job has all its work in a checkpoint, or its log says that it has not. However the job ends, its
-servers are told, unless readers are active. The job's failure is the same after a restart. Must not know: whether it is
-time to end, how checkpoints are taken, the clock.
+Invariants: a finished job has all its work in a checkpoint, if it has checkpoints at all. However the job ends, its
+servers are told; if it is finished, not before its readers have read it. The job's failure is the same after a restart.
+Must not know: whether it is time to end, how checkpoints are taken, the clock.
 """
 
 from __future__ import annotations
@@ -47,13 +47,35 @@ def _untrained() -> errors.JobFailed:
 
 
 def tick(job: JobState, now_ms: int) -> list[Effect]:
-    """While the job is finishing: ends it if the last checkpoint takes too long."""
+    """While the job is finishing: if the last checkpoint takes too long, the job fails without it. A failure that it
+    has already stays its failure."""
+    last = job.last_checkpoint
     if job.roster.idle_ms(now_ms) < job.settings.idle_ms:
-        job.last_checkpoint.ticket = job.last_checkpoint.ticket or checkpointing.ask_for_the_last(job)
+        last.ticket = last.ticket or checkpointing.ask_for_the_last(job)
         return []
-    why = f"it was not written within {job.settings.idle_ms / 1000:g} s{job.last_checkpoint.failed_attempt}"
-    message = f"{job.title} ends without its last checkpoint: {why}; what came after the newest one is lost"
-    return [LogMessage(message, warning=True), *_conclude(job)]
+    unwritten = _unwritten(job)
+    if last.failure is None:
+        return fail(job, unwritten)
+    return [LogMessage(unwritten.what, warning=True), *_conclude(job)]
+
+
+def _unwritten(job: JobState) -> errors.StorageUnavailable:
+    """The failure of a job whose last checkpoint was not written."""
+    newest = job.book.committed
+    lost, facts = "it has no other, so its work is lost", {}
+    go_on = "start the script again for a new run"
+    if newest is not None:
+        lost = f"what came after checkpoint {newest.number} of step {newest.step:,} is lost"
+        facts = {"checkpoint": str(newest.number), "step": str(newest.step)}
+        at = f" --url {newest.url}" if newest.url else ""
+        go_on = f"order `shardyard checkpoint restore {job.settings.name}{at}` and start the script again: it goes on "
+        go_on += "from that checkpoint (docs/guides/checkpoints.md)"
+    return errors.StorageUnavailable(
+        f"{job.title} ends without its last checkpoint{job.last_checkpoint.failed_attempt}; {lost}",
+        why=f"the last checkpoint was not written within {job.settings.idle_ms / 1000:g} s (job.idle_ms)",
+        todo=f"repair the storage, or start the servers that are missing; then {go_on}",
+        facts=facts,
+    )
 
 
 def end_checkpoint(job: JobState) -> list[Effect]:

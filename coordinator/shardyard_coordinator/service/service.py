@@ -15,7 +15,7 @@ from importlib.metadata import version
 from typing import Final
 
 from shardyard.config.settings import MembershipSettings, QuotaSettings
-from shardyard.domain.errors import ShardyardError
+from shardyard.domain.errors import ShardyardError, StorageUnavailable
 from shardyard.domain.ids import Incarnation, JobId
 from shardyard.runtime.clock import Clock
 from shardyard.runtime.waits import WaitRegistry
@@ -135,6 +135,13 @@ class Coordinator:
                 job.phase is effects.JobPhase.FINISHING or (job.readers.keep_values and len(job.readers))
                 for job in machine.jobs
             )
+
+    @property
+    def unwritten(self) -> StorageUnavailable | None:
+        """The failure of a job that has ended without its last checkpoint."""
+        with self._mailbox.machine() as machine:
+            failures = [job.failure for job in machine.jobs]
+        return next((each for each in failures if isinstance(each, StorageUnavailable)), None)
 
     def _tick(self) -> None:
         while not self._stop.wait(self._tick_ms / 1000):

@@ -55,16 +55,20 @@ class LocalYard:
             self._servers.append(server)
 
     def close(self) -> None:
-        """Stops everything once the last checkpoint is written. No thread is left."""
+        """Stops everything once the last checkpoint is written. No thread is left. Raises StorageUnavailable if it was
+        not written."""
         with ExplainedWait(lambda: "the last checkpoint of the job", logger=log) as wait:
             while self._coordinator.is_finishing:
                 wait.tick()
                 time.sleep(LOOK_AGAIN_S)
+        unwritten = self._coordinator.unwritten
         for server in self._servers:
             server.leave()
             server.close()
         self._coordinator.stop()
         self._journal.close()
+        if unwritten is not None:
+            raise unwritten
 
 
 def connect(settings: Settings) -> Job:

@@ -32,6 +32,7 @@ from shardyard.security.authority import Authority
 from shardyard.security.identity import Role
 from shardyard.security.issuing import OF_A_YARD, issue_local
 from shardyard.security.local import AUTHORITY, FOLDER
+from shardyard.transport.error_codes import from_detail
 from shardyard.transport.interfaces import Network
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_launcher.terminal.coordinator_client import CoordinatorClient
@@ -391,13 +392,15 @@ def lost(process: RoleProcess, said: str, *, starting: bool = False) -> errors.S
 def await_last_checkpoints(client: CoordinatorClient, stop: threading.Event, poll: Callable[[], object]) -> None:
     """Waits until no job waits for its last checkpoint any more and no evaluator reads a finished job's values, which
     the coordinator bounds; or until `stop`. `poll` restarts processes that die meanwhile, the coordinator too, and
-    raises if one does not come back."""
+    raises if one does not come back. Raises StorageUnavailable if a job has ended without its last checkpoint."""
     what = "the job's last checkpoint to be written, and read by its evaluators"
     with ExplainedWait(lambda: what) as wait:
         while not stop.wait(POLL_S):
             poll()
             with contextlib.suppress(errors.CoordinatorUnavailable, errors.NotReady):
-                if not any(map(_is_ending, client.status(timeout_ms=STATUS_TIMEOUT_MS).jobs)):
+                jobs = client.status(timeout_ms=STATUS_TIMEOUT_MS).jobs
+                if not any(map(_is_ending, jobs)):
+                    _require_last_checkpoints(jobs)
                     return
             wait.tick()
 
@@ -405,6 +408,14 @@ def await_last_checkpoints(client: CoordinatorClient, stop: threading.Event, pol
 def _is_ending(job: wire.JobStatus) -> bool:
     is_read = job.state == wire.JOB_STATE_FINISHED and bool(job.readers)
     return job.state == wire.JOB_STATE_FINISHING or is_read
+
+
+def _require_last_checkpoints(jobs: Iterable[wire.JobStatus]) -> None:
+    """Raises StorageUnavailable, which no other job fails with."""
+    for job in jobs:
+        failure = from_detail(job.failure) if job.HasField("failure") else None
+        if isinstance(failure, errors.StorageUnavailable):
+            raise failure
 
 
 def unregistered(state: YardState, client: CoordinatorClient) -> str:

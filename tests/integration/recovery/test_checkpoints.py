@@ -105,13 +105,36 @@ def test_checkpoint_is_taken_by_command(yard: RoleYard, probes: Probes) -> None:
     assert "no job 'other'" in other.output
 
 
-@pytest.mark.long
-def test_storage_that_refuses_is_told_to_script_and_command_and_the_job_ends_without(
-    yard: RoleYard, probes: Probes, tmp_path: Path
-) -> None:
+@pytest.fixture
+def refused(tmp_path: Path) -> Path:
+    """Where no checkpoint can be written."""
     (tmp_path / "file").write_text("no folder")
-    url = tmp_path / "file" / "kept"
-    options = ("--samples", "100", "--pause-ms", "20")
+    return tmp_path / "file" / "kept"
+
+
+@pytest.mark.long
+def test_run_ends_with_the_failure_of_a_job_without_its_last_checkpoint(refused: Path, tmp_path: Path) -> None:
+    settings = ("--set", f"job.checkpoint.url={refused}", "--set", "job.idle_ms=3000", "--set", "yard.workers=1")
+    script = (str(SCRIPTS / "probe.py"), "own", str(tmp_path / "out.json"), "--samples", "20")
+    ran = shardyard("run", *settings, *script)
+    assert ran.wait() == 1, ran.output
+    assert "ends without its last checkpoint, which failed at last by: " in ran.output
+    assert "start the script again for a new run" in ran.output
+
+
+@pytest.mark.long
+def test_job_alone_in_a_process_ends_with_the_failure_too(probes: Probes, refused: Path) -> None:
+    settings: dict[str, Any] = {"job__checkpoint__url": refused, "job__idle_ms": 3_000, **SELDOM}
+    script, _ = probes.start("own", "--samples", "20", **settings)
+    assert script.wait() == 1
+    assert "StorageUnavailable: job 'probe' (1.1) ends without its last checkpoint" in script.output
+
+
+@pytest.mark.long
+def test_storage_that_refuses_is_told_to_script_and_command_and_the_job_fails(
+    yard: RoleYard, probes: Probes, refused: Path
+) -> None:
+    url, options = refused, ("--samples", "100", "--pause-ms", "20")
     given: dict[str, Any] = {"coordinator": yard.address, "job__checkpoint__url": url, "job__idle_ms": 3_000, **SELDOM}
     script, out = probes.start("own", *options, **given)
     script.wait_for("computed 5")
@@ -120,12 +143,44 @@ def test_storage_that_refuses_is_told_to_script_and_command_and_the_job_ends_wit
     assert str(url) in taken.output
     finish(script, out)
     (job,) = yard.ended().jobs
-    assert job.state == wire.JOB_STATE_FINISHED
-    late = "ends without its last checkpoint: it was not written within 3 s, which failed at last by: "
+    assert job.state == wire.JOB_STATE_FAILED
+    assert job.failure.code == "StorageUnavailable"
+    late = "ends without its last checkpoint, which failed at last by: "
+    assert late in job.failure.what
     assert late in yard.coordinator.output
+    told = shardyard("status", "--coordinator", yard.address)
+    assert told.wait() == 0
+    assert "failed: StorageUnavailable: job 'probe' (1.1) ends without its last checkpoint" in told.output
     failing, _ = probes.start("own", *options, "--checkpoint-at", "5", **given)
     assert failing.wait() == 1
     assert "StorageUnavailable" in failing.output
+
+
+@pytest.mark.long
+def test_job_that_failed_without_its_last_checkpoint_goes_on_from_the_newest(
+    yard: RoleYard, probes: Probes, tmp_path: Path
+) -> None:
+    url, away = tmp_path / "kept", tmp_path / "away"
+    given: dict[str, Any] = {"coordinator": yard.address, "job__checkpoint__url": url, "job__idle_ms": 3_000, **SELDOM}
+    script, out = probes.start("own", "--samples", "40", "--pause-ms", "20", "--checkpoint-at", "10", **given)
+    script.wait_for("took checkpoint ")
+    url.rename(away)
+    url.write_text("no folder")
+    finish(script, out)
+    (job,) = yard.ended().jobs
+    newest = job.checkpoint.number
+    assert job.state == wire.JOB_STATE_FAILED
+    assert f"what came after checkpoint {newest} of step {job.checkpoint.step} is lost" in job.failure.what
+    url.unlink()
+    away.rename(url)
+    before = values(url, newest)
+    ordered = shardyard("checkpoint", "restore", "probe", "--coordinator", yard.address)
+    assert ordered.wait() == 0, ordered.output
+    assert f"job probe starts its next run from checkpoint {newest}, " in ordered.output
+    probes.run("own", "--samples", "40", **given)
+    (*_, job) = yard.ended().jobs
+    assert job.state == wire.JOB_STATE_FINISHED
+    assert values(url) == {value + 40.0 for value in before}
 
 
 @pytest.mark.long
