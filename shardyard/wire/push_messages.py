@@ -411,17 +411,16 @@ def pulled_from_header(
         places=tuple(map(ShmLocation, message.place_regions, message.places)) if message.places else (),
         code_bytes=tuple(message.code_bytes) if message.code_bytes else (),
         clock=message.clock if message.HasField("clock") else None,
-        gathered=_gathered_from_wire(message.gathered, pulled) if message.gathered else (),
+        gathered=_gathered_from_wire(message.gathered) if message.gathered else (),
         rows_attached=message.rows_attached,
         rows_not_attached=message.rows_not_attached,
     )
 
 
-def _gathered_from_wire(messages: Sequence[server.Gathered], pulled: Sequence[PartitionId]) -> tuple[GatheredPart, ...]:
+def _gathered_from_wire(messages: Sequence[server.Gathered]) -> tuple[GatheredPart, ...]:
     check_unique([each.partition for each in messages], "what was gathered")
-    asked = frozenset(pulled)
     for each in messages:
-        if each.partition not in asked or each.step > limits.SEQUENCE_MAX or each.square_norm < 0:
+        if each.step > limits.SEQUENCE_MAX or each.square_norm < 0:
             raise MalformedPayload(
                 f"the answer to a pull says that partition {each.partition} has gathered step {each.step}, of square "
                 f"norm {each.square_norm}"

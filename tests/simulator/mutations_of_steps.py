@@ -98,7 +98,7 @@ def each_partition_has_a_verdict_of_its_own(patch: Patch) -> None:
 def a_verdict_has_parts_of_several_steps(patch: Patch) -> None:
     """a verdict combines the partitions' newest norms, also of different steps"""
 
-    def add(self: NormSums, gathered: Any) -> None:
+    def add(self: NormSums, gathered: Any, owned: Any) -> None:
         for each in gathered:
             self._step = max(self._step, each.step)
             self._squares[each.partition] = each.square_norm

@@ -66,14 +66,10 @@ def hold(
     held: list[tuple[Partition, Bytes]] = []
     parts: list[PulledPart] = []
     missing: list[NotReadyPart] = []
-    gathered: list[GatheredPart] = []
     try:
         for number in pull.partitions:
             partition = hosted.find(number)
             found = hold_version(partition, pull.number, pull.exactly, until)
-            if hosted.rules.clipping.norm and pull.exactly and pull.number:
-                part = gathered_part(partition, pull.number - 1)
-                gathered += [] if part is None else [part]
             if isinstance(found, NotReadyPart):
                 missing.append(found)
                 continue
@@ -84,7 +80,7 @@ def hold(
         HeldValues(tuple(held)).release()
         raise
     values = HeldValues(tuple(held))
-    reply.gathered = tuple(gathered)
+    reply.gathered = _gathered(hosted, pull)
     if missing:
         values.release()
         reply.missing = tuple(missing)
@@ -100,18 +96,28 @@ def _unopened(pull: PullHeader, partitions: Sequence[PartitionId]) -> tuple[NotR
     return tuple([NotReadyPart(number, first, pull.number, waits_for) for number in partitions])
 
 
-def await_version_of_all(hosted: HostedJob, pull: PullHeader) -> tuple[NotReadyPart, ...]:
-    """Waits until all partitions have the version of an admitted pull, at most `pull.wait_ms`. Returns what is
+def _gathered(hosted: HostedJob, pull: PullHeader) -> tuple[GatheredPart, ...]:
+    """What the verdict on the step that makes the version needs of this server's partitions, in a job that clips by
+    norm: of all of them, since a worker may pull some only."""
+    if not (hosted.rules.clipping.norm and pull.exactly and pull.number):
+        return ()
+    found = [gathered_part(partition, pull.number - 1) for partition in hosted.in_order]
+    return tuple([part for part in found if part is not None])
+
+
+def await_version_of_all(hosted: HostedJob, pull: PullHeader, reply: ExchangeReply) -> None:
+    """Waits until all partitions have the version of an admitted pull, at most `pull.wait_ms`. The reply gets what is
     missing."""
     if not hosted.open:
-        return _unopened(pull, [partition.id for partition in hosted.in_order])
+        reply.missing = _unopened(pull, [partition.id for partition in hosted.in_order])
+        return
     until = time.monotonic() + pull.wait_ms / 1000
     missing: list[NotReadyPart] = []
     for partition in hosted.in_order:
         with partition.lock:
             lacks = await_version(partition, pull.number, until)
         missing += [] if lacks is None else [lacks]
-    return tuple(missing)
+    reply.gathered, reply.missing = _gathered(hosted, pull), tuple(missing)
 
 
 # ---- buffers that workers on this machine read

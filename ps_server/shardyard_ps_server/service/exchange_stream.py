@@ -147,7 +147,7 @@ class ExchangeStream:
             return
         if not pull.partitions:
             self._memory.name_regions(hosted.regions, reply)
-            reply.missing = pulls.await_version_of_all(hosted, pull)
+            pulls.await_version_of_all(hosted, pull, reply)
             more = NO_BYTES if reply.missing else self._find_rows(header, hosted, queries, room)
             yield from frames.cut(reply_to_header(reply, plan), [more.data])
             return

@@ -303,7 +303,6 @@ class JobSettings(Section):
         """Of a strategy whose workers push the gradients of their parts."""
         for name, found, wanted in (
             ("consistency.backup_workers", self.consistency.backup_workers, 0),
-            ("clip.norm", self.clip.norm, 0.0),
             ("compression.push", self.compression.push_rules.compresses, False),
             ("all_reduce", self.all_reduce.value, AllReduce.WHOLE.value),
         ):

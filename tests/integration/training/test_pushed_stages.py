@@ -69,13 +69,26 @@ def test_losses_are_those_of_one_process(yard: LocalCluster, probes: Probes, pip
     assert len({result["digest"] for result in results}) == 1, "all have the whole model at the end"
 
 
+@pytest.mark.parametrize("pipelines", [1, 2])
+def test_gradient_is_clipped_by_the_norm_over_all_stages(yard: LocalCluster, probes: Probes, pipelines: int) -> None:
+    given, clip = ("stages", "--samples", str(160 * pipelines), "--epochs", "1"), {"job__clip__norm": 0.05}
+    wanted = probes.run(*given, **alone(yard, f"clipped-alone-{pipelines}", pipelines) | clip)["evaluated"]
+    common = settings(yard, f"clipped-{pipelines}", 2 * pipelines) | clip
+    started = start(probes, 2 * pipelines, *given, **common)
+    assert [finish(script, out)["evaluated"] for script, out in started] == [pytest.approx(wanted, rel=1e-5)] * len(
+        started
+    )
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 @pytest.mark.parametrize("place", [0, 1])
 def test_promise_2_a_lost_stage_costs_no_step(
     yard: LocalCluster, probes: Probes, how: signal.Signals, place: int
 ) -> None:
-    """A worker in reserve takes its place, and goes on from the step at hand. There is no checkpoint to go back to."""
-    common = settings(yard, f"lost-{how.name.lower()}-{place}", job__checkpoint__url="never")
+    """A worker in reserve takes its place, and goes on from the step at hand. There is no checkpoint to go back to. Each
+    step waits for the norm over all stages, which clips nothing."""
+    more = {"job__checkpoint__url": "never", "job__clip__norm": 1e9}
+    common = settings(yard, f"lost-{how.name.lower()}-{place}", **more)
     accumulate = "2" if how is signal.SIGSTOP else "1"
     given = ("stage-counts", "--samples", "48", "--epochs", "4", "--pause-ms", "20", "--accumulate", accumulate)
     started = start(probes, 3, *given, **common)

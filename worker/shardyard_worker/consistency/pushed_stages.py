@@ -75,9 +75,22 @@ class StageVersions(StepVersions):
                 return
             with self._session.wait_registry.over(partial(self._awaited, answer)):
                 self._session.check_waiting()
+                self._ask_for_norms(self.current + 1)
             self.refresh_ranks()
         self._trainer.router.abandon_pull()
         self.load_again()
+
+    def _must_wait(self, answer: ExchangeResult) -> bool:
+        if answer.missing:
+            self._ask_for_norms(answer.missing[0].want)
+        return super()._must_wait(answer)
+
+    def _ask_for_norms(self, version: int) -> None:
+        """If the step that makes this version is clipped by its norm: asks all servers for their partitions' parts of
+        it, also those of other stages. The next pull brings the sum."""
+        if self._trainer.router.lacks_norms(version - 1):
+            pull = PullSpec(version, exactly=True, wait_ms=SLICE_MS, values=False)
+            self._trainer.router.pull_rows(pull, None)
 
     def _awaited(self, answer: ExchangeResult) -> str:
         return f"step {self.current} to be complete: {self._explain(answer)}"
@@ -209,7 +222,6 @@ class PushedStages(ComputedTogether):
         inside, step = self._collectives, self.versions.current
         if inside is None or step is None or self._session.lost_replica_generation < inside.group.generation:
             return False
-        self._trainer.has_place(None)
         pull = PullSpec(step, exactly=False, values=False)
         if not self._trainer.reach(partial(ServerGroup.pull_rows, rows=pull, ahead=None)).missing:
             return False

@@ -8,7 +8,7 @@ is sent, what it decides.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from shardyard.domain.ids import Incarnation, PartitionId
@@ -24,9 +24,12 @@ class NormSums:
         self._step = 0
         self._squares: dict[PartitionId, float] = {}
 
-    def add(self, gathered: Iterable[GatheredPart]) -> None:
-        """Takes what partitions report. Reports of a step before the newest are dropped."""
+    def add(self, gathered: Iterable[GatheredPart], owned: Collection[PartitionId]) -> None:
+        """Takes what a server that owns these partitions reports of them. Reports of others, and of a step before the
+        newest, are dropped."""
         for partition, step, square_norm in gathered:
+            if partition not in owned:
+                continue
             if step > self._step:
                 self._step = step
                 self._squares = {}

@@ -168,7 +168,7 @@ class RequestBuilder:
             self._caller,
             server,
             self._generation,
-            self._owned[server] if pull.values else (),
+            self._buffers.partitions(server) if pull.values else (),
             pull.number,
             pull.exactly,
             pull.wait_ms,

@@ -84,6 +84,8 @@ class ServerGroup:
         self._fan_out = FanOut(session, map_, self._streams, buffers, self._requests, follows=follows)
         self.rows = RowReads(session, map_, self._owned, self._fan_out, self._streams)
         self.optimizer = OptimizerExchange(session, map_, self._owned, self._fan_out, buffers.layout)
+        self._idle = frozenset(server for server in self._streams if not buffers.partitions(server))
+        """The servers to which nothing is pushed: they have partitions of other workers only."""
         self._landed: set[Incarnation] = set()
         """The servers whose part of the current pull has come."""
         self._incoming: dict[Incarnation, tuple[PulledPart, ...]] = {}
@@ -184,13 +186,18 @@ class ServerGroup:
         """Applies a push on all servers. `rows`: the version that is waited for then; the rows of `push.ahead` come
         with it, and no values. Raises the first refusal."""
         self._drain_overlap(forget=push.kind is not PushKind.GRADIENT)
-        make = partial(self._requests.push, push, rows, push.ahead)
+        make: Make = partial(self._requests.push, push, rows, push.ahead)
+        if self._idle:
+            make = self._unless_idle(make)
         return self._rows_of(self._fan_out.exchange(make, partial(_applied, push)), push.ahead)
 
     def pull_rows(self, rows: PullSpec, ahead: RowPrefetch | None) -> ExchangeResult:
         """The same without a push, to wait for longer."""
-        make = partial(self._requests.pull, rows, None, ahead)
-        return self._rows_of(self._exchange(make, f"version {rows.number} of the rows"), ahead)
+        make = partial(self._requests.pull, rows, self._verdict_for(rows), ahead)
+        replies = self._exchange(make, f"version {rows.number} of the rows")
+        if self._norms is not None:
+            self._note_norms(self._norms, self._streams, replies)
+        return self._rows_of(replies, ahead)
 
     def _rows_of(self, replies: Sequence[ExchangeReply], ahead: RowPrefetch | None) -> ExchangeResult:
         results = tuple([result for reply in replies for result in reply.push])
@@ -202,7 +209,9 @@ class ServerGroup:
         self._landed.clear()
         self._ahead = push.ahead
         self._drain_overlap(forget=push.kind is not PushKind.GRADIENT)
-        make = partial(self._requests.push, push, pull, push.ahead)
+        make: Make = partial(self._requests.push, push, pull, push.ahead)
+        if self._idle:
+            make = self._unless_idle(make)
         return self._result(self._fan_out.exchange(make, partial(_applied, push)))
 
     def pull(self, pull: PullSpec) -> ExchangeResult:
@@ -211,11 +220,14 @@ class ServerGroup:
         verdict = self._verdict_for(pull)
 
         def make(stream: ServerStream) -> ServerRequest | None:
-            if stream.server in self._landed:
+            if stream.server in self._landed or stream.server in self._idle:
                 return None
             return self._requests.pull(pull, verdict, self._ahead, stream)
 
         return self._result(self._exchange(make, f"version {pull.number} of the parameters"))
+
+    def _unless_idle(self, make: Make) -> Make:
+        return lambda stream: None if stream.server in self._idle else make(stream)
 
     def abandon_pull(self) -> None:
         """Forgets the parts of an incomplete pull."""
@@ -285,6 +297,14 @@ class ServerGroup:
         reported their part."""
         return None if self._norms is None else self._norms.norm(step)
 
+    def lacks_norms(self, step: int) -> bool:
+        """Whether the step needs the square norms of all partitions, and this worker does not know them."""
+        return self._norms is not None and bool(self._norms.lacking(step))
+
+    def _note_norms(self, norms: NormSums, servers: Iterable[Incarnation], replies: Sequence[ExchangeReply]) -> None:
+        for server, reply in zip(servers, replies, strict=True):
+            norms.add(reply.gathered, self._owned[server])
+
     def _verdict_for(self, pull: PullSpec) -> StepVerdict | None:
         """Which ranks the step that makes this version may wait for."""
         if not pull.exactly or not pull.number:
@@ -301,13 +321,14 @@ class ServerGroup:
         results: tuple[PartResult, ...] = ()
         missing: tuple[NotReadyPart, ...] = ()
         clock = 0
-        servers = [server for server in self._streams if server not in self._landed] if self._landed else self._streams
+        done = self._landed | self._idle if self._idle else self._landed
+        servers = [server for server in self._streams if server not in done] if done else self._streams
+        if self._norms is not None:
+            self._note_norms(self._norms, servers, replies)
         for server, reply in zip(servers, replies, strict=True):
             results += reply.push
             missing += reply.missing
             clock = max(clock, reply.clock or 0)
-            if self._norms is not None:
-                self._norms.add(reply.gathered)
             if not reply.missing:
                 self._landed.add(server)
                 self._incoming[server] = reply.parts

@@ -15,7 +15,7 @@ import torch
 
 from shardyard.domain import errors
 from shardyard.domain.ids import PartitionId, Token
-from shardyard.domain.layout.layouts import JobLayout, PartitionMap
+from shardyard.domain.layout.layouts import JobLayout
 from shardyard.domain.optimizers import OptimizerSpec
 from shardyard.domain.push_names import PushName, SourceKey, WorkerSource
 from shardyard.domain.variables import VariableKind
@@ -127,9 +127,6 @@ class Trainer:
         `follows`: a request may have been sent before."""
         session, settings, link = self.session, self.session.settings.worker, self.link
         map_ = self._map
-        if self._place is not None:
-            own = self._partitions.get(self._place, ())
-            map_ = PartitionMap(map_.generation, tuple(each for each in map_.owners if each.partition in own))
         link.buffers = FlatBuffers(
             link.layout,
             map_,
@@ -137,6 +134,7 @@ class Trainer:
             pushes=not session.job_settings.has_replicas,
             slots=settings.window + 1,
             copies=copies,
+            own=None if self._place is None else self._partitions.get(self._place, ()),
         )
         if old is not None:
             link.buffers.take_over(old)

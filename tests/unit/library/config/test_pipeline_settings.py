@@ -33,7 +33,6 @@ def test_what_does_not_fit_is_refused(name: str, value: object, message: str) ->
     ("name", "value"),
     [
         ("consistency__backup_workers", 1),
-        ("clip__norm", 1.0),
         ("compression__push", "int8"),
         ("all_reduce", "bf16"),
         ("collectives", "other"),

@@ -191,7 +191,7 @@ class Servers:
             result, held = pulls.hold(admission.admit_pull(store, wish), wish)
             held.release()
             assert verdicts.verdict(step) is None or not self.owned[index]  # nobody has it before all have told
-            verdicts.add(result.gathered)
+            verdicts.add(result.gathered, self.owned[index])
         verdict = verdicts.verdict(step)
         assert verdict is not None
         for index in self.rng.choices(range(len(self.stores)), k=8):

@@ -147,22 +147,28 @@ def test_verdict_is_the_sum_in_the_order_of_partitions_whatever_the_order_of_ans
         order = random.Random(seed).sample(told, len(told))
         verdicts = NormSums(4)
         for each in order[:-1]:
-            verdicts.add([each])
+            verdicts.add([each], range(4))
             assert verdicts.verdict(5) is None
         assert verdicts.lacking(5) == (order[-1].partition,)
-        verdicts.add([order[-1], order[0]])
+        verdicts.add([order[-1], order[0]], range(4))
         assert (verdicts.verdict(5), verdicts.norm(5)) == (StepVerdict(5, wanted), math.sqrt(wanted))
 
 
 def test_verdict_has_no_part_of_another_step() -> None:
     verdicts = NormSums(2)
-    verdicts.add([GatheredPart(PartitionId(0), 5, 1.0), GatheredPart(PartitionId(1), 4, 1.0)])
+    verdicts.add([GatheredPart(PartitionId(0), 5, 1.0), GatheredPart(PartitionId(1), 4, 1.0)], range(4))
     assert (verdicts.verdict(4), verdicts.verdict(5), verdicts.lacking(4)) == (None, None, (0, 1))
-    verdicts.add([GatheredPart(PartitionId(1), 6, 2.0)])
+    verdicts.add([GatheredPart(PartitionId(1), 6, 2.0)], range(4))
     assert verdicts.lacking(6) == (0,)
-    verdicts.add([GatheredPart(PartitionId(1), 5, 1.0), GatheredPart(PartitionId(0), 6, 7.0)])
+    verdicts.add([GatheredPart(PartitionId(1), 5, 1.0), GatheredPart(PartitionId(0), 6, 7.0)], range(4))
     assert verdicts.verdict(6) == StepVerdict(6, 9.0)
     assert verdicts.verdict(5) is None
+
+
+def test_a_server_reports_of_its_own_partitions_only() -> None:
+    verdicts = NormSums(2)
+    verdicts.add([GatheredPart(PartitionId(0), 5, 1.0), GatheredPart(PartitionId(1), 5, 1e30)], [PartitionId(0)])
+    assert verdicts.lacking(5) == (1,)
 
 
 # ---- a partition

@@ -183,7 +183,6 @@ def test_norm_that_is_not_a_number_passes_the_door() -> None:
 @pytest.mark.parametrize(
     "gathered",
     [
-        [wire_messages.Gathered(partition=7, step=1, square_norm=1.0)],
         [wire_messages.Gathered(partition=0, step=1, square_norm=-1.0)],
         [wire_messages.Gathered(partition=0, step=SEQUENCE_MAX + 1, square_norm=1.0)],
         [wire_messages.Gathered(partition=0, step=1, square_norm=1.0)] * 2,

@@ -60,7 +60,7 @@ def told(store: Store, number: int) -> list[GatheredPart]:
 
 def verdict_of(store: Store, number: int) -> StepVerdict:
     verdicts = NormSums(len(OWNED))
-    verdicts.add(told(store, number))
+    verdicts.add(told(store, number), OWNED)
     found = verdicts.verdict(number)
     assert found is not None
     return found
@@ -177,7 +177,7 @@ def test_partitions_of_one_server_take_their_verdicts_on_several(yard: Yard) -> 
     third = yard.successor(saved, 2, FIRST, owned=OWNED[1:], incarnation=Incarnation(7))
     assert {**state(second), **state(third)} == before
     verdicts = NormSums(len(OWNED))
-    verdicts.add([*told(second, 1), *told(third, 1)])
+    verdicts.add([*told(second, 1), *told(third, 1)], OWNED)
     verdict = verdicts.verdict(1)
     assert verdict is not None
     for store in (second, third):

@@ -7,7 +7,7 @@ pushes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 
@@ -40,6 +40,7 @@ class FlatBuffers:
     `shareable`: servers on this machine may open the gradients' memory. `pushes`: gradients are pushed; if not, their
     memory is not touched, so it takes no pages. `slots`: the number of copies of that memory,
     one for the push that is being filled and one for each push in flight. `copies`: copies tensors of a GPU, if any.
+    `own`: the partitions that are pushed and pulled; None: all.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class FlatBuffers:
         pushes: bool = True,
         slots: int = 1,
         copies: DeviceCopies | None = None,
+        own: Collection[PartitionId] | None = None,
     ) -> None:
         self.layout = layout
         self._copies = copies
@@ -62,7 +64,8 @@ class FlatBuffers:
         self._by_server: dict[Incarnation, ServerBuffers] = {}
         self._where: list[list[Where]] = [[] for _ in layout.variables]
         for server, owners in map_.by_server().items():
-            self._allocate(server, tuple(owner.partition for owner in owners), shareable)
+            partitions = tuple(each.partition for each in owners if own is None or each.partition in own)
+            self._allocate(server, partitions, shareable)
         self._gradients = [
             [self._gradient_pieces(index, slot) for index in range(len(layout.variables))] for slot in range(slots)
         ]
