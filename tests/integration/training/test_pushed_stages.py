@@ -85,8 +85,8 @@ def test_gradient_is_clipped_by_the_norm_over_all_stages(yard: LocalCluster, pro
 def test_promise_2_a_lost_stage_costs_no_step(
     yard: LocalCluster, probes: Probes, how: signal.Signals, place: int
 ) -> None:
-    """A worker in reserve takes its place, and goes on from the step at hand. There is no checkpoint to go back to. Each
-    step waits for the norm over all stages, which clips nothing."""
+    """A worker in reserve takes its place, and goes on from the step at hand. There is no checkpoint to go back to.
+    Each step waits for the norm over all stages, which clips nothing."""
     more = {"job__checkpoint__url": "never", "job__clip__norm": 1e9}
     common = settings(yard, f"lost-{how.name.lower()}-{place}", **more)
     accumulate = "2" if how is signal.SIGSTOP else "1"

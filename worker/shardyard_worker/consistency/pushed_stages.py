@@ -55,7 +55,10 @@ class StageVersions(StepVersions):
 
     def find_work(self) -> None:
         self._strategy.take_place()
-        super().find_work()
+        if self._ranks.held:
+            super().find_work()
+        else:
+            self._strategy.rest_at_end()
 
     def await_ranks(self) -> None:
         self._strategy.take_place()
@@ -68,15 +71,16 @@ class StageVersions(StepVersions):
         """As of the base. The version is asked for before the group is looked at: members that have the last one may
         have left."""
         assert self.current is not None
-        while self._ranks.due(self.current) is None:
-            answer = self._trainer.router.pull(self._next(SLICE_MS))
-            if not answer.missing:
-                self._arrive(answer)
-                return
-            with self._session.wait_registry.over(partial(self._awaited, answer)):
+        answer = ExchangeResult()
+        with self._session.wait_registry.over(lambda: f"step {self.current} to be complete: {self._explain(answer)}"):
+            while self._ranks.due(self.current) is None:
+                answer = self._trainer.router.pull(self._next(SLICE_MS))
+                if not answer.missing:
+                    self._arrive(answer)
+                    return
                 self._session.check_waiting()
                 self._ask_for_norms(self.current + 1)
-            self.refresh_ranks()
+                self.refresh_ranks()
         self._trainer.router.abandon_pull()
         self.load_again()
 
@@ -92,11 +96,10 @@ class StageVersions(StepVersions):
             pull = PullSpec(version, exactly=True, wait_ms=SLICE_MS, values=False)
             self._trainer.router.pull_rows(pull, None)
 
-    def _awaited(self, answer: ExchangeResult) -> str:
-        return f"step {self.current} to be complete: {self._explain(answer)}"
-
 
 class PushedStages(ComputedTogether):
+    """For job.strategy pipeline with job.between parameter_server."""
+
     def __init__(self, trainer: Trainer, pipeline: Pipeline) -> None:
         super().__init__(trainer, lambda trainer, ranks: StageVersions(trainer, ranks, self))
         self._model = self._pipeline = pipeline
@@ -234,8 +237,11 @@ class PushedStages(ComputedTogether):
         return self._pipeline.is_whole
 
     def end_data(self, at_least: int) -> None:
-        """This worker computes no more before it has taken a place again."""
         self.load_all(at_least)
+        self.rest_at_end()
+
+    def rest_at_end(self) -> None:
+        """This worker has all values, and computes nothing before it has taken a place again."""
         self._is_to_leave = True
 
     def load_all(self, at_least: int) -> None:

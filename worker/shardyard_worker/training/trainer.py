@@ -131,7 +131,7 @@ class Trainer:
             link.layout,
             map_,
             shareable=settings.same_host == "auto",
-            pushes=not session.job_settings.has_replicas,
+            pushes=not session.job_settings.has_replicas and (self._place is not None or not self._places),
             slots=settings.window + 1,
             copies=copies,
             own=None if self._place is None else self._partitions.get(self._place, ()),
