@@ -140,6 +140,21 @@ def test_a_push_lists_every_partition_of_the_server(case: Case) -> None:
 
 
 @given(cases())
+def test_a_worker_of_one_place_has_memory_for_its_partitions_alone(case: Case) -> None:
+    places = [index % 2 for index in range(len(case.layout.variables))]
+    layout = plan(case.layout.variables, SGD, partitions=4, block_bytes=BLOCK_ALIGN_BYTES, places=places)
+    own = {part.partition for part in layout.partitions if any(places[each.variable] for each in part.blocks)}
+    servers = [Server(Incarnation(number), f"host:{number}") for number in range(1, 4)]
+    map_ = assign([part.payload_bytes for part in layout.partitions], servers, generation=Generation(1))
+    buffers = FlatBuffers(layout, map_, own=own)
+    for server, owners in map_.by_server().items():
+        expected = [owner.partition for owner in owners if owner.partition in own]
+        assert [part.partition for part in buffers.parts(server, case.absent)[0]] == expected
+        assert buffers.partitions(server) == tuple(expected)
+        assert buffers.nbytes(server) == sum(layout.partitions[each].payload_bytes for each in expected)
+
+
+@given(cases())
 def test_values_come_back_as_they_were_sent(case: Case) -> None:
     buffers = FlatBuffers(case.layout, case.map)
     sent = tensors_of(case, first=1)
