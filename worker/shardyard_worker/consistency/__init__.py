@@ -8,6 +8,5 @@ Read `modes` first: which mode is which class. `strategy` is what all have in co
 async and bounded: `push_delivery` sends its pushes, `bounded` has the waits under a bound. `synchronous` serves sync:
 `logical_ranks` has the ranks of this worker, `step_versions` the waits for the next version, `step_permit` the step
 before which a job stops. On it build `backup_workers`, `hybrid`, `local_sgd` (several local steps for each push), and
-`replica_group` (steps that workers take themselves): `mirrored`, where each has all variables, and `spread`, where each
-has a part of them, with `pipelined` and `sharded`.
+the strategies in `groups`, whose workers compute together.
 """

@@ -5,11 +5,11 @@ from __future__ import annotations
 from shardyard.domain.consistency import UpdateMode
 from shardyard_worker.consistency.asynchronous import AsyncStrategy
 from shardyard_worker.consistency.backup_workers import BackupVersions
+from shardyard_worker.consistency.groups.mirrored import MirroredStrategy
+from shardyard_worker.consistency.groups.pipelined import PipelineStrategy
+from shardyard_worker.consistency.groups.pushed_stages import PushedStages
+from shardyard_worker.consistency.groups.sharded import ShardedStrategy, TensorStrategy
 from shardyard_worker.consistency.hybrid import HybridStrategy
-from shardyard_worker.consistency.mirrored import MirroredStrategy
-from shardyard_worker.consistency.pipelined import PipelineStrategy
-from shardyard_worker.consistency.pushed_stages import PushedStages
-from shardyard_worker.consistency.sharded import ShardedStrategy, TensorStrategy
 from shardyard_worker.consistency.strategy import Strategy
 from shardyard_worker.consistency.synchronous import SyncStrategy
 from shardyard_worker.pipeline.pipeline import Pipeline

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from shardyard.domain.errors import InvalidRequest
-from shardyard_worker.consistency.computed_together import ComputedTogether
-from shardyard_worker.consistency.sharded import ShardedStrategy, TensorStrategy
+from shardyard_worker.consistency.groups.computed_together import ComputedTogether
+from shardyard_worker.consistency.groups.sharded import ShardedStrategy, TensorStrategy
 from shardyard_worker.job.prepare import JobOptimizer
 from shardyard_worker.job.training_loop import TrainingLoop
 from shardyard_worker.optimizers.lr_schedule import JobScheduler

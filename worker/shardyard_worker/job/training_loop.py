@@ -18,7 +18,7 @@ from shardyard.domain.consistency import ConsistencyMode, NonFinite, UpdateMode
 from shardyard.domain.errors import InvalidRequest, NotFound
 from shardyard.domain.optimizers import OptimizerSpec
 from shardyard.domain.variables import VariableKind
-from shardyard_worker.consistency.group_strategy import GroupStrategy
+from shardyard_worker.consistency.groups.group_strategy import GroupStrategy
 from shardyard_worker.consistency.local_sgd import LocalRounds
 from shardyard_worker.consistency.modes import strategy_for
 from shardyard_worker.consistency.strategy import LostWork, ModeChanged, Strategy

@@ -7,6 +7,5 @@ optimizer. Nothing here retries: a group that has lost a member is left, and the
 Read `replica` first: the variables and the optimizer's state, and how they are copied. `gradient_buckets` sums
 gradients, and sends them while the backward goes on; `buckets` says which kind of them a job has. `collectives` are the
 calls of torch.distributed, and `group_store` the keys by which members find each other. `publishing` gives the servers
-the state, for checkpoints and readers; `rows_ahead` looks up the next step's rows. `consistency.mirrored` puts them
-together.
+the state, for checkpoints and readers; `consistency.groups.mirrored` puts them together.
 """

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from shardyard.domain.errors import InvalidRequest
-from shardyard_worker.consistency.spread import SpreadStrategy
+from shardyard_worker.consistency.groups.spread import SpreadStrategy
 from shardyard_worker.replicas.collectives import Collectives
 from shardyard_worker.replicas.default_group import CollectiveGroup, DefaultGroup
 from shardyard_worker.replicas.side_by_side import SideBySide

@@ -22,9 +22,9 @@ from shardyard.domain.consistency import NonFinite
 from shardyard.domain.ids import Rank
 from shardyard.domain.push_names import PushName
 from shardyard.domain.replica_groups import ReplicaGroup
-from shardyard_worker.consistency.computed_together import ComputedTogether, square_norm
+from shardyard_worker.consistency.groups.computed_together import ComputedTogether, square_norm
+from shardyard_worker.consistency.groups.pipelined import StageRuns
 from shardyard_worker.consistency.logical_ranks import LogicalRanks
-from shardyard_worker.consistency.pipelined import StageRuns
 from shardyard_worker.consistency.step_versions import StepVersions
 from shardyard_worker.exchange.requests import ExchangeResult, PullSpec
 from shardyard_worker.exchange.server_group import ServerGroup

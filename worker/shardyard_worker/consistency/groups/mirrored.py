@@ -28,7 +28,7 @@ from shardyard.domain.consistency import NonFinite
 from shardyard.domain.ids import Rank
 from shardyard.domain.push_names import PushName
 from shardyard.domain.replica_groups import ReplicaGroup
-from shardyard_worker.consistency.replica_group import ReplicaStrategy
+from shardyard_worker.consistency.groups.replica_strategy import ReplicaStrategy
 from shardyard_worker.exchange.requests import ExchangeResult, PullSpec
 from shardyard_worker.replicas.buckets import buckets_of
 from shardyard_worker.replicas.buffer_means import BufferMeans

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardyard_worker.consistency.spread import SpreadStrategy, count_of_facts
+from shardyard_worker.consistency.groups.spread import SpreadStrategy, count_of_facts
 from shardyard_worker.exchange.requests import ExchangeResult, PullSpec
 from shardyard_worker.pipeline.pipeline import Pipeline
 from shardyard_worker.pipeline.process_group import StageGroup

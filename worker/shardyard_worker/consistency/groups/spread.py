@@ -30,8 +30,8 @@ from shardyard.domain.ids import Rank
 from shardyard.domain.push_names import PushName
 from shardyard.domain.replica_groups import ReplicaGroup
 from shardyard.runtime.malloc import give_back_freed
-from shardyard_worker.consistency.computed_together import ComputedTogether, square_norm
-from shardyard_worker.consistency.replica_group import RankWork, ReplicaStrategy
+from shardyard_worker.consistency.groups.computed_together import ComputedTogether, square_norm
+from shardyard_worker.consistency.groups.replica_strategy import RankWork, ReplicaStrategy
 from shardyard_worker.exchange.fan_out import MapChanged
 from shardyard_worker.exchange.requests import ExchangeResult, PullSpec
 from shardyard_worker.replicas.buffer_means import BufferMeans

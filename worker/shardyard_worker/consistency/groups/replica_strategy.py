@@ -16,7 +16,7 @@ from dataclasses import replace
 from shardyard.domain import errors
 from shardyard.domain.push_names import PushName
 from shardyard.domain.replica_groups import ReplicaGroup
-from shardyard_worker.consistency.group_strategy import GroupStrategy
+from shardyard_worker.consistency.groups.group_strategy import GroupStrategy
 from shardyard_worker.consistency.logical_ranks import LogicalRanks
 from shardyard_worker.consistency.step_versions import StepVersions
 from shardyard_worker.exchange.fan_out import MapChanged
