@@ -3,11 +3,14 @@ and loaded the compiled kernels. This saves several seconds of processor time at
 
 This file, run as a program, is the process that forks. It forks for each request on its socket, and reports how each
 child has ended. A child is a process of its own, with the arguments, environment and output of the request, and runs
-the script as `python -u` does. Tests that start `shardyard` or `make up` do not use this, so they test the real start.
+the script as `python -u` does. It ends as that does too, but its modules are not taken apart: this would copy most of
+what it was forked with, for half a second. Tests that start `shardyard` or `make up` do not use this, so they test the
+real start and end.
 """
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import json
@@ -19,10 +22,11 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 MESSAGE_BYTES_MAX = 1 << 17
 TIE = "--ends-with"
@@ -158,6 +162,9 @@ class Forked:
 def serve(requests: socket.socket) -> dict[str, Any]:
     """Returns in each child, with the request that it has to run. In the parent it never returns."""
     load()
+    # what torch has registered goes with the process
+    for each in weakref.finalize._registry:
+        each.atexit = False
     # no collection of a child looks at what it was forked with: that would copy those pages, at its end too
     gc.collect()
     gc.freeze()
@@ -249,5 +256,20 @@ def run(asked: Mapping[str, Any]) -> None:
         runpy.run_path(arguments[0], run_name="__main__")
 
 
+def end(code: int) -> NoReturn:
+    """Does what the interpreter does at its end, in its order, and leaves out that modules are taken apart."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    run(serve(socket.socket(fileno=int(sys.argv[1]))))
+    try:
+        run(serve(socket.socket(fileno=int(sys.argv[1]))))
+    except SystemExit as ended:
+        if ended.code is not None and not isinstance(ended.code, int):
+            raise  # the interpreter prints it
+        end(ended.code or 0)
+    end(0)
