@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import pytest
 
 from tests.chaos.places import Place
-from tests.support.preloaded import Preloaded
+from tests.support.yards import Script, preloaded_scripts
 
 
 @pytest.fixture(scope="session")
 def preloaded() -> Iterator[None]:
-    Place.preloaded = Preloaded()
-    yield
-    Place.preloaded.close()
-    Place.preloaded = None
+    with preloaded_scripts():
+        Place.preloaded = Script.preloaded
+        yield
+        Place.preloaded = None
