@@ -19,6 +19,7 @@ IMPORTS := torch._dynamo, shardyard_launcher.commands.supervisor, shardyard_laun
 JOBS   ?= $(shell expr $$(nproc 2>/dev/null || echo 2) + 2)
 LONGEST := tests/simulation/ tests/chaos/ tests/integration/
 TESTS  := $(filter-out $(LONGEST) %/__pycache__/ tests/containers/ tests/golden/ tests/gpu/ tests/support/ tests/simulator/,$(wildcard tests/*/))
+BYTECODE := $(VENV)/.bytecode
 NODE   := tests/support/node
 NODE_STAMP := $(NODE)/node_modules/.installed
 
@@ -102,13 +103,19 @@ sbom: ## list what an installation with torch consists of (CycloneDX), in build/
 kernels: $(STAMP) ## compile the servers' loops: once, and not in each of the first processes that need them
 	@$(BIN)/python -m shardyard_ps_server.jit
 
+# collected once here, so that four test processes do not make the bytecode of torch and of all tests at a time; what is
+# wrong with a test is told by those
+$(BYTECODE): $(STAMP)
+	@$(BIN)/python -m pytest --collect-only -qq $(LONGEST) $(TESTS) > /dev/null 2>&1 || true
+	@touch $(BYTECODE)
+
 # what takes longest comes first, so that no process of the tests waits long for another at the end
 PYTEST_SIDE_BY_SIDE = $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
 
-test: kernels $(NODE_STAMP) ## unit, property, simulation and integration tests, and a schedule of chaos
+test: kernels $(BYTECODE) $(NODE_STAMP) ## unit, property, simulation and integration tests, and a schedule of chaos
 	@$(PYTEST_SIDE_BY_SIDE) -m "not long" $(LONGEST) $(TESTS)
 
-test-long: kernels $(NODE_STAMP) ## the tests that `make test` leaves out: the same promises in more ways
+test-long: kernels $(BYTECODE) $(NODE_STAMP) ## the tests that `make test` leaves out: the same promises in more ways
 	@$(PYTEST_SIDE_BY_SIDE) -m long $(LONGEST) $(TESTS)
 
 fuzz: $(STAMP) ## give every decoder and service 100,000 inputs that are nearly right (INPUTS=n SEED=n)
