@@ -26,15 +26,16 @@ class Strategy(enum.Enum):
     MULTI_WORKER_MIRRORED = "multi_worker_mirrored"
     """In every worker. Gradients are combined by an all-reduce; the servers hold what checkpoints and readers need."""
     PIPELINE = "pipeline"
-    """In the workers, each of which has a stage of the model; the servers hold what checkpoints and readers need."""
+    """In the workers, each of which has a stage of the model; the servers hold what checkpoints and readers need.
+    Or on the servers (`Between`)."""
     SHARDED = "sharded"
     """In the workers, each of which has a shard of every parameter, and computes batches of its own."""
     TENSOR = "tensor"
     """In the workers, each of which has a part of the layers that are cut; all compute the same batches."""
 
     @property
-    def is_mirrored(self) -> bool:
-        """Whether variables are in the workers, and the servers have copies only."""
+    def uses_groups(self) -> bool:
+        """Whether workers compute a step together. They have the variables, unless `Between` says otherwise."""
         return self in (Strategy.MIRRORED, Strategy.MULTI_WORKER_MIRRORED) or self.is_spread
 
     @property

@@ -209,7 +209,7 @@ class Plan:
     def has_values(self) -> bool:
         """Whether the values at the end are those, up to rounding: the order of the workers' sums depends on how many
         there were."""
-        return self.strategy.is_mirrored
+        return self.strategy.uses_groups
 
     @property
     def workers_expected(self) -> int:
@@ -373,7 +373,7 @@ def draw(seed: int, strategy: Strategy = Strategy.PARAMETER_SERVER) -> Schedule:
         plan = _with_strategy(plan, strategy, random.Random(f"{seed} strategy"))
         names += [MEMBER_DECK[(2 * turn + number) % len(MEMBER_DECK)][0] for number in range(2)]
     if strategy in STRATEGIES:
-        names += [name for name, _ in COMING_AND_GOING[: 1 + strategy.is_mirrored]]
+        names += [name for name, _ in COMING_AND_GOING[: 1 + strategy.uses_groups]]
     kinds = dict((*DECK, *MEMBER_DECK, *COMING_AND_GOING))
     chance.shuffle(names)
     width = 0.65 / len(names)

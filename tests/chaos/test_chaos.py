@@ -171,7 +171,7 @@ def test_each_strategy_meets_every_kind_of_fault() -> None:
     assert {kind for turn in range(EIGHT) for kind in dealt(turn)} == {name for name, _ in DECK}
     for each in drawn:
         assert any(isinstance(timed.fault, Leave) for timed in each.faults)
-        assert any(isinstance(timed.fault, Sever) for timed in each.faults) is each.plan.strategy.is_mirrored
+        assert any(isinstance(timed.fault, Sever) for timed in each.faults) is each.plan.strategy.uses_groups
     pipelines = [each.plan for each in drawn if each.plan.strategy is Strategy.PIPELINE]
     assert {plan.schedule for plan in pipelines} == {*PipelineSchedule}
     assert {plan.parts for plan in pipelines} == {2, 3}

@@ -240,7 +240,7 @@ def new_job(number: JobId, settings: JobSettings, now_ms: int, default_url: str 
 
 def new_replicas(settings: JobSettings) -> ReplicaBook | None:
     """None if no workers compute together."""
-    if not settings.strategy.is_mirrored:
+    if not settings.strategy.uses_groups:
         return None
     return ReplicaBook(
         members_max=settings.logical_rank_count * settings.workers_per_rank,

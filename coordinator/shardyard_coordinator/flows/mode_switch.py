@@ -214,7 +214,7 @@ def _check_switch(job: JobState, settings: JobSettings, wanted: str, to_steps: b
             why="the switch goes through a checkpoint, which must contain all work that has counted",
             todo=f"stop it, and start a {wanted} job with its model (`shardyard checkpoint export`)",
         )
-    if settings.strategy.is_mirrored:
+    if settings.strategy.uses_groups:
         _check_replicas(job, settings)
     table_specs.check_settings(layout.tables, settings)
     if isinstance(job.feeds, DataLedger):

@@ -210,7 +210,7 @@ class JobSettings(Section):
     @property
     def has_replicas(self) -> bool:
         """Whether variables are in the workers, and the servers have copies only."""
-        return self.strategy.is_mirrored and self.between is Between.ALL_REDUCE
+        return self.strategy.uses_groups and self.between is Between.ALL_REDUCE
 
     @property
     def partition_count(self) -> int:
@@ -279,7 +279,7 @@ class JobSettings(Section):
                 "strategy pipeline with between parameter_server, whose workers push the gradients of their stages",
                 f"strategy {self.strategy.value}",
             )
-        if not self.strategy.is_mirrored:
+        if not self.strategy.uses_groups:
             return self
         self._group_fits()
         if not self.has_replicas:

@@ -23,7 +23,7 @@ def strategy_for(trainer: Trainer, replica: Replica | SpreadModel | None) -> Str
     """The strategy of the partitions' current mode. Mode `local` is a synchronous job whose steps are rounds.
     `replica`: what this worker can train with variables of its own."""
     session = trainer.session
-    if session.job_settings.strategy.is_mirrored:
+    if session.job_settings.strategy.uses_groups:
         match replica:
             case Pipeline():
                 has_replicas = session.job_settings.has_replicas

@@ -64,7 +64,7 @@ def prepare(
     paths = {name: path for name, (path, _) in tables_by_path(model).items()}
     tables = tables_of(model)
     strategy = loop.session.job_settings.strategy
-    if tables and strategy.is_mirrored and loop.session.job_settings.clip.norm:
+    if tables and strategy.uses_groups and loop.session.job_settings.clip.norm:
         raise ConfigurationError(
             f"embedding table {next(iter(tables))!r} in a job with job.clip.norm and job.strategy {strategy.value}",
             why="the norm of a step's gradient has parts of rows, on the servers, and of variables, in the workers",
@@ -119,7 +119,7 @@ def _replica_of(
     must be on the servers. Raises ConfigurationError, UnsupportedModel."""
     strategy = loop.session.job_settings.strategy
     if loop.scaler is not None:
-        if not strategy.is_mirrored:
+        if not strategy.uses_groups:
             return None
         raise ConfigurationError(
             f"job.scaler in a job with job.strategy {strategy.value}",
@@ -205,7 +205,7 @@ def _state_of(
 def _fetched_state(
     loop: TrainingLoop, spec: OptimizerSpec, replica: Replica | SpreadModel | None
 ) -> Mapping[torch.Tensor, TorchState]:
-    if replica is not None and loop.session.job_settings.strategy.is_mirrored:
+    if replica is not None and loop.session.job_settings.strategy.uses_groups:
         return replica.optimizer_state
     if loop.session.has_left:
         raise InvalidRequest(

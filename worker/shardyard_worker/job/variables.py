@@ -24,7 +24,7 @@ def register(
     if loop.is_local:
         refuse_without_optimizer("job.register")
     strategy = loop.session.job_settings.strategy
-    if strategy.is_mirrored:
+    if strategy.uses_groups:
         raise ConfigurationError(
             f"job.register in a job with job.strategy {strategy.value}",
             why="workers take the steps with an optimizer of torch, and there is none",

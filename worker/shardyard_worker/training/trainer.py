@@ -74,7 +74,7 @@ class Trainer:
         self._places = places
         self._place: int | None = None
         """Whose variables this worker has; None: it has all."""
-        self._loads_parts = session.job_settings.strategy.is_mirrored
+        self._loads_parts = session.job_settings.strategy.uses_groups
         """Whether this worker loads what it has of the variables by itself (`replicas.replica`)."""
         reply = self._register(session.check_waiting)
         layout = layout_messages.layout_from_wire(reply.layout)

@@ -95,7 +95,7 @@ def test_restart_at_any_moment_goes_on_under_one_strategy(moment: str, to: Strat
         before = yard.state.settings.strategy, yard.state.pending_switch.switch_point
         yard.restart(from_snapshot=short)
         assert (yard.state.settings.strategy, yard.state.pending_switch.switch_point) == before
-        assert (yard.state.replicas is not None) is yard.state.settings.strategy.is_mirrored
+        assert (yard.state.replicas is not None) is yard.state.settings.strategy.uses_groups
 
     yard.switch_to(to)
     for each in MOMENTS:
