@@ -6,8 +6,9 @@ BIN    := $(VENV)/bin
 PROTOS := $(wildcard protos/shardyard/wire/v1/*.proto)
 PROTOC  = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iprotos \
 	--plugin=protoc-gen-methods=protos/methods_plugin.py
-# what a user needs; what a developer needs
+# what a user needs; what the servers' loops need to be compiled; what a developer needs
 USER_STAMP := $(VENV)/.usable
+LOOPS_STAMP := $(VENV)/.compilable
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 # what a yard and the example import: imported once here, so that five processes do not make its bytecode at a time
@@ -42,8 +43,13 @@ $(USER_STAMP): pyproject.toml constraints.txt
 	@echo "installed $$(ls -d $(VENV)/lib/python3*/site-packages/*.dist-info | wc -l) packages, $$(du -sm $(VENV) | cut -f1) MB"
 	@touch $(USER_STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+# apart from the rest, so that the loops can be compiled while that is installed
+$(LOOPS_STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"])')
+	@touch $(LOOPS_STAMP)
+
+$(STAMP): pyproject.toml constraints.txt $(LOOPS_STAMP)
 	@echo "installing Shardyard, and what its tests and documentation need, into $(VENV): a minute or two the first time"
 	@$(PIP) -e '.[worker,tensorboard,tables,docs,dev]'
 	@touch $(STAMP) $(USER_STAMP)
@@ -100,8 +106,8 @@ sbom: ## list what an installation with torch consists of (CycloneDX), in build/
 		--of JSON --output-reproducible -o $(SBOM)/sbom.json
 	@echo "$(SBOM)/sbom.json"
 
-kernels: $(STAMP) ## compile the servers' loops: once, and not in each of the first processes that need them
-	@$(BIN)/python -m shardyard_ps_server.jit
+kernels: $(LOOPS_STAMP) ## compile the servers' loops: once, and not in each of the first processes that need them
+	@PYTHONPATH=$(CURDIR):$(CURDIR)/ps_server $(BIN)/python -m shardyard_ps_server.jit
 
 # collected once here, so that four test processes do not make the bytecode of torch and of all tests at a time; what is
 # wrong with a test is told by those

@@ -54,6 +54,7 @@ def start(probes: Probes, workers: int, *given: str, **common: Any) -> Started:
     return [probes.start(*given, **common) for _ in range(workers)]
 
 
+@pytest.mark.long("2")
 @pytest.mark.parametrize("pipelines", [1, 2])
 def test_losses_are_those_of_one_process(yard: LocalCluster, probes: Probes, pipelines: int) -> None:
     wanted = probes.run("stages", *options(pipelines), **alone(yard, f"alone-{pipelines}", pipelines))
@@ -69,6 +70,7 @@ def test_losses_are_those_of_one_process(yard: LocalCluster, probes: Probes, pip
     assert len({result["digest"] for result in results}) == 1, "all have the whole model at the end"
 
 
+@pytest.mark.long("2")
 @pytest.mark.parametrize("pipelines", [1, 2])
 def test_gradient_is_clipped_by_the_norm_over_all_stages(yard: LocalCluster, probes: Probes, pipelines: int) -> None:
     given, clip = ("stages", "--samples", str(160 * pipelines), "--epochs", "1"), {"job__clip__norm": 0.05}
@@ -80,6 +82,7 @@ def test_gradient_is_clipped_by_the_norm_over_all_stages(yard: LocalCluster, pro
     )
 
 
+@pytest.mark.long("1-frozen", "0-killed")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 @pytest.mark.parametrize("place", [0, 1])
 def test_promise_2_a_lost_stage_costs_no_step(
@@ -134,6 +137,7 @@ def test_gradient_that_is_not_finite_changes_nothing(yard: LocalCluster, probes:
     assert list(map(len, told)) == [1, 1], told
 
 
+@pytest.mark.long("pipeline")
 @pytest.mark.parametrize("before", ["parameter_server", "pipeline"])
 def test_partitions_of_another_strategy_are_refused(
     yard: LocalCluster, probes: Probes, tmp_path: Path, before: str
