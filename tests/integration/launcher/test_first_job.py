@@ -64,6 +64,12 @@ class Machine:
     def shardyard(self, *arguments: str) -> str:
         return self.run("-m", "shardyard_launcher.cli", *arguments)
 
+    def waits_of_servers(self) -> dict[int, str]:
+        """What each server waits for, by its incarnation, as the status says it."""
+        status = json.loads(self.shardyard("status", "--state", str(self.state), "--json"))
+        servers = [member for member in status["members"] if member["role"] == "server"]
+        return {member["incarnation"]: member["waiting_for"] for member in servers}
+
     def compiled(self) -> set[str]:
         """The names of the optimizers' loops on disk."""
         found = {path.name.split("-")[0].removeprefix("kernels.") for path in self.folder.rglob("kernels.*.nbi")}
@@ -100,16 +106,14 @@ def test_a_compiler_may_take_longer_than_a_call_and_a_lease(machine: Machine) ->
         ):
             assert training.poll() is None
             time.sleep(0.1)
+        while not any("loops of job" in each for each in machine.waits_of_servers().values()):
+            assert training.poll() is None
         time.sleep(1.5 * CALL_MS / 1000)  # longer than the deadline of the call that opens the job
         assert training.poll() is None
-        status = json.loads(machine.shardyard("status", "--state", str(machine.state), "--json"))
+        waits = machine.waits_of_servers()
+    assert len(waits) == 2
+    assert any("loops of job" in each for each in waits.values()), waits
     said, _ = training.communicate(timeout=DEADLINE_S)
     assert training.returncode == 0, said
     assert "8 steps" in said
-    servers = [member for member in status["members"] if member["role"] == "server"]
-    assert len(servers) == 2
-    assert any("loops of job" in member["waiting_for"] for member in servers), servers
-    after = json.loads(machine.shardyard("status", "--state", str(machine.state), "--json"))
-    assert {member["incarnation"] for member in servers} == {
-        member["incarnation"] for member in after["members"] if member["role"] == "server"
-    }
+    assert machine.waits_of_servers().keys() == waits.keys()

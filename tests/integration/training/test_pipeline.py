@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,6 +79,22 @@ def test_each_sample_counts_once_in_all_stages(yard: LocalCluster, probes: Probe
     common = settings(yard, "counted")
     started = [probes.start("stage-counts", *COUNTED, **common) for _ in range(3)]
     assert [finish(script, out)["counts"] for script, out in started] == [WANTED] * 3
+
+
+def test_model_is_whole_if_the_checkpoint_of_the_last_step_came_first(
+    yard: LocalCluster, probes: Probes, tmp_path: Path
+) -> None:
+    """It is written before the script asks for the next batch."""
+    go_on = tmp_path / "go on"
+    common = settings(yard, "early", job__checkpoint__url=tmp_path / "checkpoints", job__checkpoint__every_s=1)
+    given = ("stage-counts", "--samples", "8", "--epochs", "1", "--pause-ms", "1500")
+    started = [probes.start(*given, "--hold-at", "2", "--hold", str(go_on), **common) for _ in range(2)]
+    for script, _ in started:
+        script.wait_for("computed 2")
+    time.sleep(2.5)
+    go_on.touch()
+    for script, out in started:
+        assert finish(script, out)["counts"] == [[1.0] * 8] * 2
 
 
 @pytest.mark.long("variables-1-frozen", "rows of tables-0-killed")

@@ -62,10 +62,12 @@ class SyncStrategy(Strategy):
         """Whether this worker may leave before its next step if it is told to."""
         return True
 
-    @property
-    def has_all_values(self) -> bool:
-        """Whether the targets are all variables, or this worker has no need of the others."""
-        return True
+    def end_data(self, end: int) -> None:
+        """All steps before `end` were computed, by this worker or others. Afterwards the targets hold that version, or
+        a later one."""
+        if self.on_standby or self.step < end:
+            # together with the news of the end, a rank may have gone to a worker that computed none
+            self.catch_up(end)
 
     def leave(self, groups: tuple[tuple[float, ...], ...]) -> None:  # noqa: ARG002 - nothing more is pushed
         """Pushes nothing: a step has room only for its logical ranks."""

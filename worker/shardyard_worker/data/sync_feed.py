@@ -106,10 +106,7 @@ class SyncFeed(Feed):
                 yield from self._compute(rank)
         if not self._is_told_to_stop:
             self._makeup.find_end()
-        strategy = self._strategy
-        if strategy.on_standby or strategy.step < self._end or not strategy.has_all_values:
-            # together with the news of the end, a rank may have gone to a worker that computed none
-            strategy.catch_up(self._end)
+        self._strategy.end_data(self._end)
 
     # ---- a rank's part of a step
 

@@ -232,12 +232,8 @@ class PushedStages(ComputedTogether):
         self.take_place()
         return True
 
-    @property
-    def has_all_values(self) -> bool:
-        return self._pipeline.is_whole
-
-    def end_data(self, at_least: int) -> None:
-        self.load_all(at_least)
+    def end_data(self, end: int) -> None:
+        self.load_all(end)
         self.rest_at_end()
 
     def rest_at_end(self) -> None:

@@ -208,6 +208,11 @@ class SpreadStrategy(ComputedTogether, ReplicaStrategy):
         super().catch_up(at_least)
         self._complete()
 
+    def end_data(self, end: int) -> None:
+        """As of the base. The checkpoint with the last step may have been there before this worker waited for it."""
+        super().end_data(end)
+        self._complete()
+
     def _complete(self) -> None:
         """Loads the values of all variables, if the servers have this step, into the script's model."""
         step = self.versions.current
