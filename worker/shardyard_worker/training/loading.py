@@ -40,7 +40,7 @@ class ValueLoader:
         self._link = link
         self._context = context
         self.targets: dict[int, torch.Tensor] = {}
-        self.of(range(len(link.variables)))
+        self.load_only(range(len(link.variables)))
         self._follow_mode()
         self._prefetch = ForwardPrefetch(self.targets, model, self._bring) if _prefetches(session, model) else None
         self._late: dict[int, list[Late]] = {}
@@ -54,8 +54,8 @@ class ValueLoader:
         self.bases: Bases | None = None
         """The versions that the targets hold, if the job scales by staleness."""
 
-    def of(self, indices: Iterable[int]) -> None:
-        """From now on these variables are loaded."""
+    def load_only(self, indices: Iterable[int]) -> None:
+        """From now on the values of these variables are loaded, and of no others."""
         variables = {index: self._link.variables[index] for index in indices}
         self.targets.clear()
         self.targets.update({index: each.target for index, each in variables.items()})

@@ -73,7 +73,7 @@ class Trainer:
         self._tables = tables
         self._places = places
         self._place: int | None = None
-        """Whose variables this worker has; None: it has all."""
+        """The place in a group whose variables this worker pushes and pulls; None: all."""
         self._loads_parts = session.job_settings.strategy.uses_groups
         """Whether this worker loads what it has of the variables by itself (`replicas.replica`)."""
         reply = self._register(session.check_waiting)
@@ -190,12 +190,12 @@ class Trainer:
         self.pushes.use(copies)
         old.close()
 
-    def has_place(self, place: int | None) -> None:
+    def use_place(self, place: int | None) -> None:
         """From now on this worker pushes, and pulls, the variables of that place in a group only; None: all. Their
         values are not there until the next pull."""
         if place != self._place:
             self._place = place
-            self.values.of([at for at, each in enumerate(self._places) if place in (None, each)])
+            self.values.load_only([at for at, each in enumerate(self._places) if place in (None, each)])
             self._connect_again(keeps=False)
 
     def _partitions_by_place(self, layout: JobLayout) -> dict[int, set[PartitionId]]:

@@ -125,7 +125,7 @@ class PushedStages(ComputedTogether):
         self._collectives = inside = Collectives(self._session, group, place, self._pipeline.fingerprint, among)
         self._pipeline.replica_at(inside.place)
         self._pipeline.free()
-        self._trainer.has_place(inside.place)
+        self._trainer.use_place(inside.place)
         self.ranks.hold(self._ranks_at(group, place), 0, group.generation)
         with while_newest():
             self._agree(inside, self.ranks.open_all())
@@ -218,7 +218,8 @@ class PushedStages(ComputedTogether):
     # ---- the end of the data
 
     def has_moved(self) -> bool:
-        """As of the base; and whether a member was lost before all partitions had its part."""
+        """As of the base. Also if a member was lost before all partitions had the last step, which is computed again
+        then."""
         if super().has_moved():
             self.take_place()
             return True
@@ -243,7 +244,7 @@ class PushedStages(ComputedTogether):
     def load_all(self, at_least: int) -> None:
         """Loads the values of all variables, of that step or a later one, into the script's model."""
         self.ranks.held = {}
-        self._trainer.has_place(None)
+        self._trainer.use_place(None)
         self._pipeline.make_room()
         self.versions.current = self._trainer.pull_step(at_least)
         self._pipeline.is_whole = True
