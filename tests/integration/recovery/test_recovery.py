@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from shardyard.wire.v1 import coordinator_pb2 as wire
+from tests.support.waiting import wait_until
 from tests.support.yards import Probes, RoleYard, Script, computed, finish
 
 EPOCHS = 3
@@ -52,7 +53,7 @@ def test_promise_1_and_2_hold_when_servers_die(yard: RoleYard, probes: Probes, r
     assert job.state == wire.JOB_STATE_FINISHED
     told = "with all that was acknowledged" if durability == "wal" else "are restored, of step"
     assert told in yard.coordinator.output
-    assert not list((yard.state / "wal").glob("*/*"))
+    wait_until(lambda: not list((yard.state / "wal").glob("*/*")), "the servers to delete their logs")
 
 
 @pytest.mark.long("checkpoint-the job goes back to checkpoint")

@@ -23,6 +23,7 @@ import shardyard as sy
 from shardyard.config.settings import JobSettings, TensorSettings
 from shardyard.domain.errors import ConfigurationError, UnsupportedModel
 from shardyard.domain.optimizers import OptimizerSpec, slots_of
+from shardyard.runtime.malloc import Kept, tune_malloc
 from shardyard_worker.embedding.table import tables_of
 from shardyard_worker.job.job import Job
 from shardyard_worker.optimizers.server_optimizer import translate
@@ -146,7 +147,9 @@ def _alone() -> Iterator[None]:
     """`sy.connect` joins no yard, whatever address it is given, and job.prepare ends the script."""
 
     def connect(_: str | None = None, *, settings: Any = None, **given: Any) -> Job:
-        return joined(settings={**(settings or {}), "coordinator": ""}, **given)
+        job = joined(settings={**(settings or {}), "coordinator": ""}, **given)
+        tune_malloc(Kept.LITTLE)  # the memory of one parameter is given back before the next one comes
+        return job
 
     def prepare(job: Job, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
         found = sizes_of(model, optimizer, translate(optimizer), job._session.job_settings)
