@@ -18,6 +18,7 @@ from shardyard.domain.epochs import EpochPlan
 from shardyard.domain.errors import InvalidRequest, UnsupportedModel
 from shardyard.domain.optimizers import OptimizerSpec
 from shardyard.domain.replica_groups import Strategy
+from shardyard.runtime.malloc import Kept
 from shardyard_worker.embedding.table import Table
 from shardyard_worker.pipeline.cut import Stage, cut_model, plan_of
 from shardyard_worker.replicas.replica import Replica
@@ -31,6 +32,7 @@ class Pipeline(SpreadModel):
     """`parameters` come before `buffers` among the job's variables. Raises UnsupportedModel."""
 
     kind = "pipeline"
+    kept = Kept.MESSAGES
 
     def __init__(
         self,

@@ -3,8 +3,8 @@
 torch's schedules use torch.distributed's default group. `StageGroup` is that group, over the collectives of this
 worker's replica group.
 
-After the schedule the members tell each other a few facts. A member receives them in memory that it has offered before
-the schedule, so that the last member to finish need not wait for the others.
+After the schedule the members tell each other a few facts. A member receives them in memory that it offers where it
+first waits for another stage, so that the last member to finish need not wait for the others.
 
 When a connection closes, gloo ends a transfer that has not begun, but neither one of which a part was sent or received,
 nor one that it meets the end of the connection with. So a thread waits for transfers, which is left alone with the one
@@ -18,9 +18,11 @@ from __future__ import annotations
 import datetime
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -68,19 +70,30 @@ class _Waiter:
                 self._answers.put(None)
 
 
-class _Transfer:
-    """A transfer under way. `into`: where a received tensor goes, if gloo cannot write it there."""
+class _Receive:
+    """A tensor under way to this worker. `into`: where it goes, if gloo cannot write it there."""
 
     def __init__(self, group: StageGroup, work: Any, tensor: torch.Tensor, into: torch.Tensor | None = None) -> None:
         self._group = group
-        self._work = work
-        self._tensor = tensor  # gloo reads or writes it until the transfer has ended
+        self.work = work
+        self._tensor = tensor  # gloo writes it until it has come
         self._into = into
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:  # noqa: ARG002 - the group ends a wait
-        self._group.wait(self._work)
+        self._group.wait(self.work)
         if self._into is not None:
             self._into.copy_(self._tensor)
+        return True
+
+
+class _Send:
+    """A tensor under way to another worker. Nobody changes it, so nobody waits for it."""
+
+    def __init__(self, work: Any, tensor: torch.Tensor) -> None:
+        self.work = work
+        self._tensor = tensor  # gloo reads it until it was sent
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:  # noqa: ARG002
         return True
 
 
@@ -96,13 +109,20 @@ class StageGroup(dist.ProcessGroup):
         self._default = DefaultGroup(self, inside, everyone)
         self._waiter = _Waiter(self._check)
         self._checks = 0
-        self._facts = torch.zeros(0)
-        """What each member says of the step at hand."""
-        self._receiving: list[_Transfer] = []
-        self._sending: list[_Transfer] = []
+        self._facts = np.zeros((0, 0))
+        """What each member says of the step at hand, and a 1."""
+        self._count = 0
+        """How many each says of it; 0: that is not known yet."""
+        self._receiving: list[_Receive] = []
+        self._sending: deque[_Send] = deque()
+        """What may not be sent yet, from the oldest on."""
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Any:
-        return self._sent(self._gloo, tensors[0].detach().contiguous(), dst, tag)
+        while len(self._sending) >= SENDS_MAX:
+            self.wait(self._sending.popleft().work)
+        sent = self._sent(self._gloo, tensors[0].detach().contiguous(), dst, tag)
+        self._sending.append(sent)
+        return sent
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Any:
         into = tensors[0].detach()
@@ -110,50 +130,55 @@ class StageGroup(dist.ProcessGroup):
             return self._received(self._gloo, into, src, tag)
         return self._received(self._gloo, torch.empty(into.shape, dtype=into.dtype), src, tag, into)
 
-    def _sent(self, gloo: Any, tensor: torch.Tensor, place: int, tag: int) -> _Transfer:
-        return self._begun(lambda: gloo.send([tensor], place, tag), tensor)
-
-    def _received(
-        self, gloo: Any, tensor: torch.Tensor, place: int, tag: int, into: torch.Tensor | None = None
-    ) -> _Transfer:
-        return self._begun(lambda: gloo.recv([tensor], place, tag), tensor, into)
-
-    def _begun(self, begin: Any, tensor: torch.Tensor, into: torch.Tensor | None = None) -> _Transfer:
+    def _sent(self, gloo: Any, tensor: torch.Tensor, place: int, tag: int) -> _Send:
         try:
-            return _Transfer(self, begin(), tensor, into)
+            return _Send(gloo.send([tensor], place, tag), tensor)
         except RuntimeError as error:
             raise self.lost(error) from error
 
-    def receive_facts(self, count: int) -> None:
-        """Begins to receive so many facts of the step at hand from each other member."""
-        if self._receiving:
-            return
-        for each in self._sending:
-            each.wait()
-        self._facts = torch.zeros(self._everyone.size, count, dtype=torch.float64)
-        gloo = self._everyone.process_group
-        self._receiving = [self._received(gloo, self._facts[at], at, _TAG_OF_FACTS) for at in self._others]
+    def _received(
+        self, gloo: Any, tensor: torch.Tensor, place: int, tag: int, into: torch.Tensor | None = None
+    ) -> _Receive:
+        try:
+            return _Receive(self, gloo.recv([tensor], place, tag), tensor, into)
+        except RuntimeError as error:
+            raise self.lost(error) from error
+
+    def await_facts(self, count: int) -> None:
+        """Each other member will say so many facts of the step at hand."""
+        self._count = count
+
+    def _receive_facts(self) -> None:
+        self._facts = np.zeros((self._everyone.size, self._count + 1))
+        gloo, rows = self._everyone.process_group, torch.from_numpy(self._facts)
+        self._receiving = [self._received(gloo, rows[at], at, _TAG_OF_FACTS) for at in self._others]
 
     def sum_facts(self, said: list[float]) -> list[float]:
         """The sum over all members, of the same bits in each. Returns when all have called this."""
-        self.receive_facts(len(said))
-        own, gloo = torch.tensor(said, dtype=torch.float64), self._everyone.process_group
-        self._sending = [self._sent(gloo, own, at, _TAG_OF_FACTS) for at in self._others]
-        self._facts[self._everyone.place] = own
-        for each in self._receiving:
-            each.wait()
-        self._receiving = []
+        self._count = len(said)
+        if not self._receiving:
+            self._receive_facts()
+        own, gloo = torch.tensor([*said, 1.0], dtype=torch.float64), self._everyone.process_group
+        sent = [self._sent(gloo, own, at, _TAG_OF_FACTS) for at in self._others]
+        self._facts[self._everyone.place] = (*said, 1.0)
+        for at, each in zip(self._others, self._receiving, strict=True):
+            self.wait(each.work, is_there=bool(self._facts[at, -1]))
+        self._receiving, self._count = [], 0
+        self._sending = deque(sent)  # a member that says its facts has received what was sent to it before
         found: list[float] = self._facts.sum(0).tolist()
-        return found
+        return found[:-1]
 
     @property
     def _others(self) -> list[int]:
         return [at for at in range(self._everyone.size) if at != self._everyone.place]
 
-    def wait(self, work: Any) -> None:
-        """Returns when the transfer has ended. Raises GroupLost."""
+    def wait(self, work: Any, *, is_there: bool = False) -> None:
+        """Returns when the transfer has ended. `is_there`: all of it has been received, so gloo's wait ends at once,
+        and no other thread is needed for it. Raises GroupLost."""
+        if self._count and not self._receiving:  # here no other stage waits for this one
+            self._receive_facts()
         try:
-            self._waiter.wait(work)
+            work.wait() if is_there else self._waiter.wait(work)
         except RuntimeError as error:
             raise self.lost(error) from error
 
@@ -177,5 +202,7 @@ class StageGroup(dist.ProcessGroup):
 _TAG_OF_FACTS: Final = 1 << 29
 _TAG_OF_NOTHING: Final = _TAG_OF_FACTS + 1
 """Of a tensor that nobody sends. gloo refuses to begin to receive it if the connection is closed."""
+SENDS_MAX: Final = 16
+"""Sends at a time, whose tensors are kept."""
 _CHECKS_EACH: Final = 10
 """Among so many, one looks at the connections."""

@@ -21,6 +21,7 @@ from shardyard.checkpoints.partition_file import VALUES
 from shardyard.domain.epochs import EpochPlan
 from shardyard.domain.errors import InvalidRequest
 from shardyard.domain.replica_groups import Strategy
+from shardyard.runtime.malloc import Kept, tune_malloc
 from shardyard_worker.exchange.variable_parts import Parts, Region, VariablePart
 from shardyard_worker.replicas.replica import Replica, loaded_values
 from shardyard_worker.training.variables import Variable
@@ -38,6 +39,9 @@ class SpreadModel(ABC):
 
     loads_whole: ClassVar[bool] = False
     """Whether a group that begins needs all values for a moment."""
+    kept: ClassVar[Kept] = Kept.LITTLE
+    """What of the memory that a step frees stays mapped for the next one. Where tensors of several layers come and go,
+    more than a little leaves gaps that no tensor fits into."""
 
     def __init__(
         self,
@@ -55,6 +59,7 @@ class SpreadModel(ABC):
         self._layouts = [(each.target.shape, each.target.stride()) for each in parameters]
         self._freed = set[int]()
         """The places of the script's parameters that have no values."""
+        self._is_training = False
         self._guards: list[RemovableHandle] = []
 
     def guard(self, model: torch.nn.Module) -> None:
@@ -92,12 +97,17 @@ class SpreadModel(ABC):
         """Gives back the memory of the script's parameters that is not used while the group trains. They read as NaN
         then."""
         self.is_whole = False
+        if not self._is_training:
+            self._is_training = True
+            tune_malloc(self.kept)
         for at in {*self._unused} - self._freed:
             self._parameters[at].target.data = nothing_like(self._parameters[at].target)
             self._freed.add(at)
 
     def make_room(self) -> None:
         """All of the script's parameters have memory again."""
+        self._is_training = False
+        tune_malloc(Kept.LITTLE)
         for at in self._freed:
             target = self._parameters[at].target
             target.data = torch.empty_strided(*self._layouts[at], dtype=target.dtype)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, ProcessGroupGloo
 
-from shardyard_worker.pipeline.process_group import StageGroup
+from shardyard_worker.pipeline.process_group import SENDS_MAX, StageGroup
 from shardyard_worker.replicas.collectives import Collectives
 from shardyard_worker.replicas.default_group import CollectiveGroup, DefaultGroup
 from shardyard_worker.replicas.group_store import GroupLost
@@ -51,9 +51,10 @@ class Members(Collectives):
 
 
 def of_stages(members: Collectives) -> None:
-    group = StageGroup(members, members)
+    group, tensor = StageGroup(members, members), torch.empty(LARGE)
     try:
-        group.send([torch.empty(LARGE)], 1, TAG).wait()
+        for _ in range(SENDS_MAX + 1):
+            group.send([tensor], 1, TAG).wait()
     finally:
         group.end()
 

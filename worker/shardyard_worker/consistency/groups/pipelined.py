@@ -51,7 +51,7 @@ class StageRuns:
         """`facts`: how many each member says after the step's batches. Raises GroupLost."""
         if self._runner is None or self._group is None:
             raise GroupLost("this worker has left its replica group")
-        self._group.receive_facts(facts)
+        self._group.await_facts(facts)
         return self._runner.run(inputs, target, weight)
 
     def sum_facts(self, said: list[float]) -> list[float]:
