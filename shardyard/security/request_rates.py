@@ -23,7 +23,7 @@ _KNOWN_MAX: Final = 4_096
 
 
 class RequestRates:
-    """`per_s`: requests a second of each caller. `now_s`: a clock that never goes back.
+    """`per_s`: requests a second of each caller. `what`: they are, for the log. `now_s`: a clock that never goes back.
 
     >>> rates = RequestRates(10, now_s=lambda: 5.0)
     >>> sum(rates.admits("worker a") for _ in range(100))
@@ -32,8 +32,15 @@ class RequestRates:
     5.1
     """
 
-    def __init__(self, per_s: int, now_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        per_s: int,
+        what: str = "requests a second (quotas.requests_per_s_max)",
+        *,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.per_s = per_s
+        self._what = what
         self._now_s = now_s
         self._lock = threading.Lock()
         self._next_s: dict[str, float] = {}
@@ -77,7 +84,7 @@ class RequestRates:
             if len(self._tell_s) >= _KNOWN_MAX:
                 self._tell_s.clear()
             self._tell_s[caller] = now_s + TELL_EVERY_S
-            log.warning("%s is held to %d requests a second (quotas.requests_per_s_max)", caller, self.per_s)
+            log.warning("%s is held to %d %s", caller or "a caller", self.per_s, self._what)
 
     def _note(self, caller: str, next_s: float, now_s: float) -> None:
         if len(self._next_s) >= _KNOWN_MAX and caller not in self._next_s:

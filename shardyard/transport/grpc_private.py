@@ -279,7 +279,8 @@ class ServedCall:
 
     A caller that sends or reads nothing for STALL_S, within a message or between the messages of one request, loses the
     call, so that it does not keep the thread; `cancel_if_stalled` does the same for one that does not read the last
-    answer. `caller`: whose threads it takes, once that is known. `until_over`: closed at the end of the call, when all
+    answer. `caller`: whose threads it takes, once that is known. `is_delayed`: the status is not sent when the handler
+    has ended, but by `end_if_delayed`. `until_over`: closed at the end of the call, when all
     was sent. `holds_back`: an answer may wait for the handler's next word, with which it is sent. `may_be_empty`: the
     handler runs without a message too.
     """
@@ -298,6 +299,7 @@ class ServedCall:
         self._is_waiting = self._has_begun = self._has_ended = False
         self._arrived: tuple[bytes | None] | None = None
         self._answered_s: float | None = None
+        self.is_delayed = self._is_to_end = False
         self.at_once: Callable[[bytes], bytes | None] | None = None
 
     def cancel(self) -> None:
@@ -309,6 +311,12 @@ class ServedCall:
         answered_s = None if self._has_ended else self._answered_s
         if answered_s is not None and time.monotonic() > answered_s + STALL_S:
             self._context.cancel()
+
+    def end_if_delayed(self) -> None:
+        """Sends the status that was not sent when the handler ended. For one thread."""
+        if self._is_to_end and not self._has_ended:
+            self._is_to_end = False
+            self._end()
 
     def serve(self, answers: Generator[bytes | None, None, None]) -> None:
         """Runs the handler, whose answers these are, until it waits for a request for the first time, or ends."""
@@ -343,7 +351,10 @@ class ServedCall:
                     break
             elif self._arrived is None and self._ask_for_request():
                 return
-        self._end()
+        if self.is_delayed:
+            self._is_to_end = True
+        else:
+            self._end()
 
     def _end(self) -> None:
         """Sends the status that the context has, with the answer that is held back."""

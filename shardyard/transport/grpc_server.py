@@ -26,6 +26,7 @@ from shardyard.domain.limits import MESSAGE_BYTES_MAX
 from shardyard.runtime.waits import WaitRegistry
 from shardyard.security.door import Door
 from shardyard.security.passes import Speaker, holder_of
+from shardyard.security.request_rates import RequestRates
 from shardyard.transport import TRIED, grpc_private
 from shardyard.transport.dispatch import serve, serve_at_once
 from shardyard.transport.error_codes import DETAIL_KEY, status_of, status_text, to_detail
@@ -36,6 +37,10 @@ from shardyard.wire.method import Method, message
 from shardyard.wire.methods import PACKAGE
 
 VITAL_THREADS: Final = 64
+MALFORMED_PER_S: Final = 10
+"""So many malformed messages of a caller are refused at once. The refusals of others come late, up to a quarter of
+STALL_S, and until then they count as the caller's open calls. So a caller cannot take the time of this process with
+malformed messages."""
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
@@ -100,6 +105,7 @@ class GrpcServer:
         self._threads = CallThreads(threads)
         self._vital_threads = CallThreads(VITAL_THREADS, "serve-vital", most_of_one=VITAL_THREADS)
         self._at_first = InThisThread()
+        self._malformed = RequestRates(MALFORMED_PER_S, "malformed messages a second, and gets late answers to others")
         self._calls: weakref.WeakSet[ServedCall] = weakref.WeakSet()
         self._noting = threading.Lock()
         self._stopping = threading.Event()
@@ -159,6 +165,7 @@ class GrpcServer:
         while not self._stopping.wait(grpc_private.STALL_S / 4):
             for call in self._open_calls():
                 call.cancel_if_stalled()
+                call.end_if_delayed()
 
     def stop(self, grace_ms: int = 500) -> None:
         """Takes no new calls, gives running calls `grace_ms` to end, and waits for all threads."""
@@ -189,7 +196,7 @@ class GrpcServer:
         threads = self._vital_threads if is_vital else self._threads
         counted = contextlib.nullcontext if is_vital or door is None else door.call_of
         if TRIED:
-            return _call_handler(method, handler, threads, door, counted, self._at_first, self._note)
+            return _call_handler(method, handler, threads, door, counted, self._at_first, self._malformed, self._note)
         return _grpc_handler(method, handler, door, counted)
 
     def _health_handler(self) -> grpc.GenericRpcHandler[Any, Any]:
@@ -262,10 +269,12 @@ def _call_handler(
     door: Door | None,
     counted: Counted,
     at_first: InThisThread,
+    malformed: RequestRates,
     note: Callable[[ServedCall], None],
 ) -> grpc.RpcMethodHandler[Any, Any]:
     """Handles a method of any kind. A call has a thread only while its handler runs, and none before its first message
-    is whole. `note` gets each call that is served."""
+    is whole. `malformed`: how many malformed messages of a caller are refused at once. `note` gets each call that is
+    served."""
 
     streams = method.streams_in and method.streams_out
 
@@ -291,6 +300,7 @@ def _call_handler(
                 elif (sent := next(requests, None)) is not None and call.is_active():
                     yield from serve(method, handler, sent, context, id_)
             except errors.ShardyardError as error:
+                served.is_delayed = isinstance(error, errors.MalformedPayload) and not malformed.admits(served.caller)
                 call.set_trailing_metadata(((DETAIL_KEY, to_detail(error).SerializeToString()),))
                 call.set_code(status_of(error))
                 call.set_details(status_text(error))

@@ -177,6 +177,29 @@ def test_last_answer_that_nobody_reads_is_given_up(monkeypatch: pytest.MonkeyPat
         wait_until(all_have_ended, "the calls to end")
 
 
+def test_malformed_messages_beyond_a_number_a_second_are_refused_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As 200 a second took a quarter of the steps of a job."""
+    with serving(coordinator()) as address, raw_channel(address, "server", None) as channel:
+        calls = malformed(channel)
+        assert ask(address) == 7
+        wait_until(lambda: ended(calls) >= grpc_server.MALFORMED_PER_S, "the first of them to be refused")
+        time.sleep(0.2)
+        assert ended(calls) < IDLE / 2
+    monkeypatch.setattr(grpc_private, "STALL_S", 0.2)
+    with serving(coordinator()) as address, raw_channel(address, "server", None) as channel:
+        calls = malformed(channel)
+        wait_until(lambda: ended(calls) == IDLE, "all of them to be refused")
+        assert {call.code() for call in calls} == {grpc.StatusCode.INVALID_ARGUMENT}
+
+
+def malformed(channel: grpc.Channel) -> list[Any]:
+    return [channel.unary_unary(methods.STATUS.path).future(b"\xff\xff\xff") for _ in range(IDLE)]
+
+
+def ended(calls: list[Any]) -> int:
+    return sum(call.done() for call in calls)
+
+
 def connected(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
     return socket.create_connection((host, int(port)), timeout=CALL_MS / 1_000)

@@ -22,7 +22,7 @@ class Clock:
 
 def test_a_caller_has_a_second_of_requests_at_once_and_then_the_rate() -> None:
     clock = Clock()
-    rates = RequestRates(50, clock)
+    rates = RequestRates(50, now_s=clock)
     assert sum(rates.admits("a") for _ in range(200)) == 50
     admitted = 0
     for _ in range(1_000):
@@ -34,13 +34,13 @@ def test_a_caller_has_a_second_of_requests_at_once_and_then_the_rate() -> None:
 
 
 def test_callers_do_not_take_from_each_other() -> None:
-    rates = RequestRates(10, Clock())
+    rates = RequestRates(10, now_s=Clock())
     assert [sum(rates.admits(caller) for _ in range(30)) for caller in ("a", "b")] == [10, 10]
 
 
 def test_requests_that_wait_are_due_one_after_the_other() -> None:
     clock = Clock()
-    rates = RequestRates(4, clock)
+    rates = RequestRates(4, now_s=clock)
     assert [rates.due_s("a") - clock.now_s for _ in range(7)] == pytest.approx([0, 0, 0, 0, 0.25, 0.5, 0.75])
     assert not rates.admits("a")
     clock.now_s += 1.0
@@ -49,7 +49,7 @@ def test_requests_that_wait_are_due_one_after_the_other() -> None:
 
 def test_log_says_once_a_minute_that_a_caller_makes_too_many(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
-    rates = RequestRates(5, clock)
+    rates = RequestRates(5, now_s=clock)
     for _ in range(120):
         clock.now_s += 1.0
         for _ in range(10):
@@ -62,7 +62,7 @@ def test_log_says_once_a_minute_that_a_caller_makes_too_many(caplog: pytest.LogC
 def test_callers_that_are_quiet_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_rates, "_KNOWN_MAX", 10)
     clock = Clock()
-    rates = RequestRates(1_000, clock)
+    rates = RequestRates(1_000, now_s=clock)
     for number in range(100):
         clock.now_s += 1.0
         assert rates.admits(f"worker {number}")
@@ -70,7 +70,7 @@ def test_callers_that_are_quiet_are_forgotten(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_door_counts_the_calls_of_a_job_together_and_others_by_certificate() -> None:
-    door = Door(rates=RequestRates(2, Clock()))
+    door = Door(rates=RequestRates(2, now_s=Clock()))
     for name in ("w-1", "w-2"):
         caller = Speaker(Identity("yard-1", Role.WORKER, name), None)
         for _ in range(2):
