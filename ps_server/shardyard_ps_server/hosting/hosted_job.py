@@ -200,8 +200,9 @@ class HostedJob:
         """Returns what this server has of each table, all its partitions together."""
         found = [wire.DescribedTable(job=self.job, name=settings.name) for settings in self.layout.tables]
         for partition in self.in_order:
-            for into in found:
-                table = partition.tables[into.name].use()
+            tables = partition.tables
+            for into in found if tables else ():  # a partition that leaves this server has none any more
+                table = tables[into.name].use()
                 into.rows += table.rows
                 into.bytes += table.nbytes
                 into.ids += table.ids

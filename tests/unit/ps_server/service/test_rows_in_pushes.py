@@ -394,6 +394,14 @@ def test_rows_expire_by_their_tables_settings() -> None:
     assert 0 < found.ids <= found.homes
 
 
+def test_partition_that_leaves_the_server_has_no_rows_to_tell_of() -> None:
+    """A heartbeat may meet it then."""
+    store = server(LAYOUT)
+    hosted = store.hosted()[0]
+    hosted.in_order[0].leave()
+    assert {each.rows for each in hosted.describe_tables()} == {0}
+
+
 class Clock:
     def __init__(self) -> None:
         self.ms = 7_000_000
