@@ -22,9 +22,11 @@ from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Final
+from unittest import mock
 
 from shardyard.domain import limits
 from shardyard.domain.consistency import UpdateMode
+from shardyard.transport import grpc_server
 from tests.fuzz.decoders import Decoder, decoders, feed
 from tests.fuzz.mutations import mutate_stream
 from tests.fuzz.worlds import AgentWorld, CoordinatorWorld, Sent, ServerWorld, World, call
@@ -84,15 +86,12 @@ def in_quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def short_waits() -> Iterator[None]:
-    names = ("PULL_WAIT_MS_MAX", "CHECKPOINT_WAIT_MS_MAX")
-    before = {name: getattr(limits, name) for name in names}
-    for name in names:
-        setattr(limits, name, WAIT_MS)
-    try:
+    """Malformed messages are all refused at once, too."""
+    with contextlib.ExitStack() as patched:
+        for name in ("PULL_WAIT_MS_MAX", "CHECKPOINT_WAIT_MS_MAX"):
+            patched.enter_context(mock.patch.object(limits, name, WAIT_MS))
+        patched.enter_context(mock.patch.object(grpc_server, "MALFORMED_PER_S", 1 << 20))
         yield
-    finally:
-        for name, value in before.items():
-            setattr(limits, name, value)
 
 
 def targets(folder: Path) -> Iterator[Target]:

@@ -26,6 +26,7 @@ from shardyard.domain import errors
 from shardyard.domain.ids import Incarnation, Term
 from shardyard.domain.limits import FRAME_BYTES_MAX, PROTOCOL, PUSH_BYTES_MAX
 from shardyard.runtime.clock import SystemClock
+from shardyard.transport import grpc_server
 from shardyard.transport.error_codes import DETAIL_KEY
 from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.transport.grpc_server import GrpcServer
@@ -90,7 +91,9 @@ def shop(stubs: dict[str, Callable[[grpc.Channel], Any]]) -> Iterator[Shop]:
     yard = Coordinator(network=GrpcNetwork(None), journal=journal, clock=SystemClock(), membership=MembershipSettings())
     yard.start()
     # one thread for calls and one for streams, made before the first test, so that each test finds what it leaves
-    listener = GrpcServer("127.0.0.1:0", [Servicer(store).service(), yard.service], None, threads=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grpc_server, "MALFORMED_PER_S", 1 << 20)  # all are refused at once
+        listener = GrpcServer("127.0.0.1:0", [Servicer(store).service(), yard.service], None, threads=1)
     listener.start()
     with grpc.insecure_channel(listener.address) as channel:
         stub = stubs["ParameterServerStub"](channel)
