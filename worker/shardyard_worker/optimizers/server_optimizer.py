@@ -8,7 +8,6 @@ push travels.
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import torch
 from shardyard.domain.errors import UnsupportedOptimizer
 from shardyard.domain.optimizers import OptimizerSpec, make_group, setting_names
 from shardyard_worker.optimizers import extra
+from shardyard_worker.optimizers.step_hooks import has_hooks
 from shardyard_worker.optimizers.torch_state import TorchState
 
 Group = dict[str, Any]
@@ -93,10 +93,6 @@ def _has_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or (isinstance(value, tuple) and any(map(_has_tensor, value)))
 
 
-# torch deletes its submodule's name from torch.optim
-_TORCH_OPTIMIZER = sys.modules[torch.optim.Optimizer.__module__]
-
-
 @dataclass(frozen=True)
 class Scaled:
     """A GradScaler's findings: whether gradients overflow their format, and the scale that is still to be divided out,
@@ -158,8 +154,7 @@ class ServerOptimizer(torch.optim.Optimizer):
 
         Raises JobFailed if the job has ended with an error, RateMismatch, ShapeMismatch, UnsupportedModel.
         """
-        hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
-        if hooks or _TORCH_OPTIMIZER._global_optimizer_pre_hooks or _TORCH_OPTIMIZER._global_optimizer_post_hooks:
+        if has_hooks(self):
             return self._hooked_step(closure)
         return self._step(closure)
 

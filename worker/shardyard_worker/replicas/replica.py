@@ -18,6 +18,7 @@ from shardyard.domain.optimizers import OptimizerSpec, Slot, slots_of
 from shardyard_worker.exchange.buffers.tensor_types import TORCH_DTYPES, widened
 from shardyard_worker.exchange.optimizer_exchange import GivenPart
 from shardyard_worker.exchange.variable_parts import Parts, Region, VariablePart
+from shardyard_worker.optimizers.step_hooks import take_step
 from shardyard_worker.optimizers.torch_state import PRODUCT, STEP, VariableState, from_torch, to_torch
 from shardyard_worker.training.variables import Variable
 
@@ -75,7 +76,7 @@ class Replica:
             self._counts[at] += gradient is not None
         self.is_stepping = True
         try:
-            self._optimizer.step()
+            take_step(self._optimizer)
         finally:
             self.is_stepping = False
             for target, gradient in zip(self.targets, own, strict=True):
