@@ -37,7 +37,7 @@ def wait_for_steps(scripts: list[Script], steps: int = 3) -> None:
 def own(yard: RoleYard, probes: Probes, **settings: Any) -> Any:
     """A worker whose pushes are not leased, so that none could be computed again."""
     given: dict[str, Any] = {"coordinator": yard.address, "job__checkpoint__every_s": 0} | settings
-    started = probes.start("own", "--samples", "150", "--pause-ms", "20", **given)
+    started = probes.start("own", "--samples", "150", "--pause-ms", "60", **given)
     started[0].wait_for("computed 20")
     return started
 
