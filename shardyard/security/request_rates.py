@@ -23,7 +23,7 @@ _KNOWN_MAX: Final = 4_096
 
 
 class RequestRates:
-    """`per_s`: requests a second of each caller. `what`: they are, for the log. `now_s`: a clock that never goes back.
+    """`per_s`: requests a second of each caller. `what`: their name in the log. `now_s`: a clock that never goes back.
 
     >>> rates = RequestRates(10, now_s=lambda: 5.0)
     >>> sum(rates.admits("worker a") for _ in range(100))

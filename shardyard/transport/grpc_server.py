@@ -38,9 +38,8 @@ from shardyard.wire.methods import PACKAGE
 
 VITAL_THREADS: Final = 64
 MALFORMED_PER_S: Final = 10
-"""So many malformed messages of a caller are refused at once. The refusals of others come late, up to a quarter of
-STALL_S, and until then they count as the caller's open calls. So a caller cannot take the time of this process with
-malformed messages."""
+"""So many malformed messages a second of one caller are refused at once. Further ones are refused up to STALL_S / 4
+later, and are among the caller's open calls until then."""
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
@@ -105,7 +104,7 @@ class GrpcServer:
         self._threads = CallThreads(threads)
         self._vital_threads = CallThreads(VITAL_THREADS, "serve-vital", most_of_one=VITAL_THREADS)
         self._at_first = InThisThread()
-        self._malformed = RequestRates(MALFORMED_PER_S, "malformed messages a second, and gets late answers to others")
+        self._malformed = RequestRates(MALFORMED_PER_S, "malformed messages a second; further ones are refused late")
         self._calls: weakref.WeakSet[ServedCall] = weakref.WeakSet()
         self._noting = threading.Lock()
         self._stopping = threading.Event()

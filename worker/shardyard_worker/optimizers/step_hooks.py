@@ -1,5 +1,5 @@
-"""Steps of torch's optimizers without what torch wraps around them: hooks, and a record for its profiler. It takes
-longer than the update of a small model. Must not know: what a step does."""
+"""Steps of torch's optimizers. torch wraps each one for hooks and its profiler, which takes longer than the update of a
+small model; steps that nobody watches are taken without that. Must not know: what a step does."""
 
 from __future__ import annotations
 
