@@ -279,8 +279,8 @@ class ServedCall:
 
     A caller that sends or reads nothing for STALL_S, within a message or between the messages of one request, loses the
     call, so that it does not keep the thread; `cancel_if_stalled` does the same for one that does not read the last
-    answer. `caller`: whose threads it takes, once that is known. `is_delayed`: `end_if_delayed`
-    sends the status, and not the end of the handler. `until_over`: closed at the end of the call, when all
+    answer. `caller`: whose threads it takes, once that is known. `is_delayed`: the status
+    is sent by `end_if_delayed`, not when the handler ends. `until_over`: closed at the end of the call, when all
     was sent. `holds_back`: an answer may wait for the handler's next word, with which it is sent. `may_be_empty`: the
     handler runs without a message too.
     """
