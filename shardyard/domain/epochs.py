@@ -105,6 +105,13 @@ class EpochPlan:
                 yield PlannedBatch(begin, end, due=number == count - 1)
                 begin = end
 
+    @property
+    def batch_sizes(self) -> list[int]:
+        """Of full steps, and then of the last step of an epoch."""
+        shares = [end - begin for begin, end in (self.span(self.per_epoch - 1, rank) for rank in range(self.ranks))]
+        last = {batch.end - batch.begin for share in shares for batch in self.batches(share)}
+        return [self.batch_size, *sorted(last)]
+
     @cached_property
     def _share(self) -> int:
         """Samples of one rank in one step."""

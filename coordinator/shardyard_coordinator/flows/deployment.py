@@ -130,7 +130,8 @@ def begin_running(job: JobState) -> list[Effect]:
 def _check_places(job: JobState, registered: VariablesRegistered) -> None:
     """Raises InvalidRequest."""
     places, settings = registered.places, job.settings
-    count = settings.workers_per_rank if settings.between is Between.PARAMETER_SERVER else 0
+    pushes_stages = settings.between is Between.PARAMETER_SERVER and settings.shares == 1
+    count = settings.workers_per_rank if pushes_stages else 0
     wanted = len(registered.variables) if count else 0
     if len(places) != wanted or max(places, default=-1) >= count:
         raise errors.InvalidRequest(

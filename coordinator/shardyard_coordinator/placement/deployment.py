@@ -294,8 +294,16 @@ def plan(
         block_bytes = max(block_bytes, placement.whole_block_bytes(variables))
     if settings.partitions == "auto" and not tables:  # rows fill any number of partitions
         partitions = placement.fitting_partitions(variables, block_bytes=block_bytes, partitions_max=partitions)
-        partitions = max(partitions, len({*places}))
-    return placement.plan(variables, optimizer, tables, partitions=partitions, block_bytes=block_bytes, places=places)
+        partitions = max(partitions, len({*places}), settings.shares)
+    return placement.plan(
+        variables,
+        optimizer,
+        tables,
+        partitions=partitions,
+        block_bytes=block_bytes,
+        places=places,
+        shares=settings.shares,
+    )
 
 
 def _of_worker(kind: str, worker: Incarnation) -> Entry:

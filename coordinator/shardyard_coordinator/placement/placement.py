@@ -23,6 +23,7 @@ from shardyard.domain.layout.layouts import (
     PartitionOwner,
     aligned_bytes,
 )
+from shardyard.domain.layout.shares import share_of
 from shardyard.domain.limits import BLOCK_ALIGN_BYTES
 from shardyard.domain.optimizers import OptimizerSpec
 from shardyard.domain.tables.table_settings import TableSettings
@@ -63,10 +64,13 @@ def servers_of(map_: PartitionMap) -> list[tuple[Server, tuple[PartitionId, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
+    """`place`: of the worker that pushes it."""
+
     variable: int
     offset: int
     length: int
     payload_bytes: int
+    place: int
 
 
 def fitting_block_bytes(variables: Sequence[VariableSpec], *, partitions: int) -> int:
@@ -105,11 +109,13 @@ def plan(
     partitions: int,
     block_bytes: int,
     places: Sequence[int] = (),
+    shares: int = 1,
 ) -> JobLayout:
     """Cuts variables of more than `block_bytes` into blocks of that size and spreads them over the partitions, the
     largest first, each to the partition with the fewest bytes (R. L. Graham, "Bounds on multiprocessing timing
     anomalies", 1969: at most 4/3 of the best). A variable without elements has no block. `places`: for each variable,
-    which worker pushes its gradients; a partition has variables of one of them only. Empty: one pushes all.
+    which worker pushes its gradients. Empty: so many workers push a share of each variable
+    (shardyard.domain.layout.shares). A partition has what one of them pushes.
 
     Raises InvalidRequest without variables and tables, and for fewer partitions than places; TooLarge for too many
     blocks.
@@ -123,18 +129,23 @@ def plan(
             why="there is nothing to train",
             todo="give job.prepare a model that has parameters",
         )
-    blocks = _blocks(variables, block_bytes)
+    blocks = shares * _blocks(variables, block_bytes)
     if blocks > limits.BLOCKS_MAX:
         raise TooLarge(
             f"the variables make {blocks} blocks of {block_bytes} bytes; at most {limits.BLOCKS_MAX} are taken",
             todo="set job.block_bytes higher",
         )
-    pieces = [piece for index, spec in enumerate(variables) for piece in _cut(index, spec, block_bytes)]
+    pieces = [
+        piece
+        for index, spec in enumerate(variables)
+        for place, begin, end in _shares(spec, places[index] if places else None, shares)
+        for piece in _cut(index, spec, begin, end, block_bytes, place)
+    ]
     pieces.sort(key=lambda piece: (-piece.payload_bytes, piece.variable, piece.offset))
     held: list[list[_Piece]] = [[] for _ in range(partitions)]
-    loads_of = _shared_out(pieces, places or [0] * len(variables), partitions)
+    loads_of = _shared_out(pieces, sorted({*places}) or range(shares), partitions)
     for piece in pieces:
-        loads = loads_of[places[piece.variable] if places else 0]
+        loads = loads_of[piece.place]
         load, index = loads[0]
         held[index].append(piece)
         heapq.heapreplace(loads, (load + aligned_bytes(piece.payload_bytes), index))
@@ -142,16 +153,24 @@ def plan(
     return JobLayout(tuple(variables), optimizer, layouts, fitted(tables, partitions=partitions))
 
 
+def _shares(spec: VariableSpec, place: int | None, count: int) -> list[tuple[int, int, int]]:
+    """The places of the workers that push parts of a variable, and their elements [begin, end). `place`: that of the
+    only one."""
+    if place is not None:
+        return [(place, 0, spec.elements)]
+    return [(each, *share_of(spec, each, count)) for each in range(count)]
+
+
 def _shared_out(pieces: Sequence[_Piece], places: Sequence[int], partitions: int) -> dict[int, list[tuple[int, int]]]:
-    """The empty partitions of each place, by the bytes of its variables: one each, and then each to the place whose
-    partitions have the most. Raises InvalidRequest."""
-    nbytes = dict.fromkeys(sorted({*places}) or [0], 0)
+    """The empty partitions of each place, by the bytes of what is pushed from it: one each, and then each to the place
+    whose partitions have the most. Raises InvalidRequest."""
+    nbytes = dict.fromkeys(places, 0)
     for piece in pieces:
-        nbytes[places[piece.variable]] += piece.payload_bytes
+        nbytes[piece.place] += piece.payload_bytes
     if len(nbytes) > partitions:
         raise InvalidRequest(
-            f"{partitions} partitions for the variables of {len(nbytes)} stages",
-            why="a partition has variables of one stage, whose worker pushes to it",
+            f"{partitions} partitions for the variables of {len(nbytes)} workers of a replica",
+            why="a partition has variables of one of them, which pushes to it",
             todo=f"set job.partitions to auto, or to {len(nbytes)} or more",
         )
     counts = dict.fromkeys(nbytes, 1)
@@ -185,13 +204,13 @@ def _blocks(variables: Sequence[VariableSpec], block_bytes: int) -> int:
     return sum(-(-spec.payload_bytes // block_bytes) for spec in variables)
 
 
-def _cut(variable: int, spec: VariableSpec, block_bytes: int) -> list[_Piece]:
+def _cut(variable: int, spec: VariableSpec, begin: int, end: int, block_bytes: int, place: int) -> list[_Piece]:
     item_bytes = spec.dtype.item_bytes
     step = block_bytes // item_bytes
     pieces = []
-    for offset in range(0, spec.elements, step):
-        length = min(step, spec.elements - offset)
-        pieces.append(_Piece(variable, offset, length, length * item_bytes))
+    for offset in range(begin, end, step):
+        length = min(step, end - offset)
+        pieces.append(_Piece(variable, offset, length, length * item_bytes, place))
     return pieces
 
 

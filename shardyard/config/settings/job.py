@@ -106,9 +106,10 @@ class JobSettings(Section):
     between: Between = Field(
         default=Between.ALL_REDUCE,
         strict=False,
-        description="With strategy pipeline: how pipelines combine gradients, and where variables live. all_reduce: in"
-        " the workers; those with the same stage add up their gradients, and each takes the step. parameter_server: on"
-        " the servers, which take the step; each worker pushes the gradients of its stage, and pulls its values.",
+        description="With strategy pipeline, sharded or tensor: how replicas combine gradients, and where variables"
+        " live. all_reduce: in the workers; those with the same part of a replica add up their gradients, and each"
+        " takes the step. parameter_server: on the servers, which take the step; each worker pushes the gradients of"
+        " its part, and pulls its values.",
     )
     deterministic: bool = Field(
         default=False,
@@ -228,7 +229,14 @@ class JobSettings(Section):
         """How many workers compute a logical rank together."""
         if self.strategy is Strategy.PIPELINE:
             return self.pipeline.stages
+        if self.strategy is Strategy.SHARDED and self.between is Between.PARAMETER_SERVER:
+            return 1 if self.sharded.size == "auto" else self.sharded.size
         return self.tensor.size if self.strategy is Strategy.TENSOR else 1
+
+    @property
+    def shares(self) -> int:
+        """How many workers each push a share of every variable (shardyard.domain.layout.shares)."""
+        return 1 if self.has_replicas or self.strategy is Strategy.PIPELINE else self.workers_per_rank
 
     @property
     def workers_per_replica(self) -> int | None:
@@ -273,10 +281,11 @@ class JobSettings(Section):
                 "all_reduce whole with deterministic true, which adds the gradients of the ranks one by one",
                 f"all_reduce {self.all_reduce.value}",
             )
-        if self.between is Between.PARAMETER_SERVER and self.strategy is not Strategy.PIPELINE:
+        if self.between is Between.PARAMETER_SERVER and not self.strategy.is_spread:
             raise impossible(
                 ("between", "strategy"),
-                "strategy pipeline with between parameter_server, whose workers push the gradients of their stages",
+                "strategy pipeline, sharded or tensor with between parameter_server, whose workers push parts of a"
+                " gradient",
                 f"strategy {self.strategy.value}",
             )
         if not self.strategy.uses_groups:
@@ -301,6 +310,13 @@ class JobSettings(Section):
 
     def _pushes_fit(self) -> None:
         """Of a strategy whose workers push the gradients of their parts."""
+        if self.strategy is Strategy.SHARDED and self.sharded.size == "auto":
+            raise impossible(
+                ("between", "sharded.size"),
+                "a number for sharded.size with between parameter_server, since so many workers compute a batch"
+                " together",
+                "sharded.size auto",
+            )
         for name, found, wanted in (
             ("consistency.backup_workers", self.consistency.backup_workers, 0),
             ("compression.push", self.compression.push_rules.compresses, False),

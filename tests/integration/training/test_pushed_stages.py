@@ -15,6 +15,7 @@ from shardyard_launcher.yard.local_cluster import LocalCluster
 from tests.support.yards import Probes, Script, finish, running_yard, wait_for_any
 
 STEPS, BATCH, EPOCHS = 50, 8, 5
+STRATEGIES = ("pipeline", "sharded", "tensor")
 Started = list[tuple[Script, Path]]
 REFUSED = "has variables of 2 stages"
 
@@ -26,18 +27,22 @@ def yard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
         yield cluster
 
 
-def settings(yard: LocalCluster, job: str, workers: int = 2, **more: object) -> dict[str, object]:
+def settings(
+    yard: LocalCluster, job: str, workers: int = 2, *, strategy: str = "pipeline", **more: object
+) -> dict[str, object]:
     common: dict[str, object] = {
         "coordinator": yard.coordinator,
         "job": job,
         "job__seed": 4,
-        "job__strategy": "pipeline",
+        "job__strategy": strategy,
         "job__between": "parameter_server",
         "job__pipeline__microbatches": 4,
         "job__workers_expected": workers,
         "membership__coordinator_grace_ms": 10_000,
         "worker__threads": 1,
     }
+    if strategy == "sharded":
+        common["job__sharded__size"] = 2
     return common | more
 
 
@@ -55,19 +60,19 @@ def start(probes: Probes, workers: int, *given: str, **common: Any) -> Started:
     return [probes.start(*given, **common) for _ in range(workers)]
 
 
-@pytest.mark.long("2")
-@pytest.mark.parametrize("pipelines", [1, 2])
-def test_losses_are_those_of_one_process(yard: LocalCluster, probes: Probes, pipelines: int) -> None:
-    wanted = probes.run("stages", *options(pipelines), **alone(yard, f"alone-{pipelines}", pipelines))
-    workers = 2 * pipelines
-    common = settings(yard, f"pushed-{pipelines}", workers)
-    started = start(probes, workers, "stages", *options(pipelines), **common)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_losses_are_those_of_one_process(yard: LocalCluster, probes: Probes, replicas: int, strategy: str) -> None:
+    wanted = probes.run("stages", *options(replicas), **alone(yard, f"alone-{replicas}-{strategy}", replicas))
+    workers = 2 * replicas
+    common = settings(yard, f"pushed-{replicas}-{strategy}", workers, strategy=strategy)
+    started = start(probes, workers, "stages", *options(replicas), **common)
     results = [finish(script, out) for script, out in started]
     for (script, _), result in zip(started, results, strict=True):
         place = next(
             at for at in range(workers) if any(f"has place {at} of {workers}" in line for line in script.lines)
         )
-        assert result["losses"] == pytest.approx(wanted["losses"][place // 2 :: pipelines], rel=1e-5)
+        assert result["losses"] == pytest.approx(wanted["losses"][place // 2 :: replicas], rel=1e-5)
     assert len({result["digest"] for result in results}) == 1, "all have the whole model at the end"
 
 

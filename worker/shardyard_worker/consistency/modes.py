@@ -7,6 +7,7 @@ from shardyard_worker.consistency.asynchronous import AsyncStrategy
 from shardyard_worker.consistency.backup_workers import BackupVersions
 from shardyard_worker.consistency.groups.mirrored import MirroredStrategy
 from shardyard_worker.consistency.groups.pipelined import PipelineStrategy
+from shardyard_worker.consistency.groups.pushed_shares import PushedShards, PushedTensors
 from shardyard_worker.consistency.groups.pushed_stages import PushedStages
 from shardyard_worker.consistency.groups.sharded import ShardedStrategy, TensorStrategy
 from shardyard_worker.consistency.hybrid import HybridStrategy
@@ -23,15 +24,15 @@ def strategy_for(trainer: Trainer, replica: Replica | SpreadModel | None) -> Str
     """The strategy of the partitions' current mode. Mode `local` is a synchronous job whose steps are rounds.
     `replica`: what this worker can train with variables of its own."""
     session = trainer.session
+    has_replicas = session.job_settings.has_replicas
     if session.job_settings.strategy.uses_groups:
         match replica:
             case Pipeline():
-                has_replicas = session.job_settings.has_replicas
                 return PipelineStrategy(trainer, replica) if has_replicas else PushedStages(trainer, replica)
             case FullyShardedModel():
-                return ShardedStrategy(trainer, replica)
+                return ShardedStrategy(trainer, replica) if has_replicas else PushedShards(trainer, replica)
             case TensorParallelModel():
-                return TensorStrategy(trainer, replica)
+                return TensorStrategy(trainer, replica) if has_replicas else PushedTensors(trainer, replica)
             case Replica():
                 return MirroredStrategy(trainer, replica)
     if session.mode is UpdateMode.ASYNC:  # async, bounded

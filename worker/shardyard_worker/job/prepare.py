@@ -31,6 +31,7 @@ from shardyard_worker.replicas.replica import Replica
 from shardyard_worker.replicas.spread_model import Loss, SpreadModel
 from shardyard_worker.sharding.sharded_model import FullyShardedModel, TensorParallelModel
 from shardyard_worker.training.model_variables import buffers_of, parameters_of
+from shardyard_worker.training.shares import RowShares, Shares, WholeVariables
 from shardyard_worker.training.table_binding import TableBinding
 from shardyard_worker.training.variables import StepInput, Variable
 
@@ -96,9 +97,9 @@ def prepare(
     fetched = partial(_fetched_state, loop, spec, replica)
     prepared = ServerOptimizer(optimizer, spec.kind, step, rows, fetched)
     variables = [*parameters, *buffers, *counts]
-    places = _places_of(loop, replica)
+    shares = _shares_of(loop, replica, variables)
     loop.begin(
-        variables, spec, prepared.settings, model=model, tables=rows, state=state, replica=replica, places=places
+        variables, spec, prepared.settings, model=model, tables=rows, state=state, replica=replica, shares=shares
     )
     loop.at_end.callback(refuse_steps(optimizer, unless=lambda: replica is not None and replica.is_stepping).remove)
     if schedule is not None:
@@ -151,23 +152,26 @@ def _replica_of(
     if strategy is Strategy.PIPELINE:
         return Pipeline(*given, settings.pipeline, loss)
     if strategy is Strategy.SHARDED:
-        return FullyShardedModel(*given, settings.sharded, loss)
+        return FullyShardedModel(*given, settings.sharded, loss, shares=settings.shares)
     return TensorParallelModel(*given, settings.tensor, loss)
 
 
-def _places_of(loop: TrainingLoop, replica: Replica | SpreadModel | None) -> Sequence[int]:
-    """For each variable, the place of the worker that pushes its gradients; empty: one worker pushes all. Raises
-    ConfigurationError, UnsupportedModel."""
+def _shares_of(
+    loop: TrainingLoop, replica: Replica | SpreadModel | None, variables: Sequence[Variable]
+) -> Shares | None:
+    """What each worker of a replica pushes; None: a worker pushes all that it pushes. Raises ConfigurationError."""
     settings, exchange = loop.session.job_settings, loop.session.settings.worker.exchange
-    if settings.between is not Between.PARAMETER_SERVER or not isinstance(replica, Pipeline):
-        return ()
+    if settings.between is not Between.PARAMETER_SERVER:
+        return None
     if exchange != "blocking":
         raise ConfigurationError(
             f"worker.exchange {exchange} in a job with job.between {settings.between.value}",
-            why="the workers of a pipeline push a gradient after all of them have computed it",
+            why="the workers of a replica push a gradient after all of them have computed it",
             todo="leave worker.exchange out",
         )
-    return replica.places
+    if isinstance(replica, Pipeline):
+        return WholeVariables(replica.places, settings.workers_per_rank)
+    return RowShares([each.spec for each in variables], settings.shares)
 
 
 def adopt_scaler(loop: TrainingLoop, scaler: JobScaler) -> None:

@@ -39,6 +39,7 @@ from shardyard_worker.session.interrupts import INTERRUPTS
 from shardyard_worker.session.metrics import MetricLog
 from shardyard_worker.session.session import Session
 from shardyard_worker.training.remote_rows import RemoteRows
+from shardyard_worker.training.shares import Shares
 from shardyard_worker.training.table_binding import TableBinding, Upcoming
 from shardyard_worker.training.trainer import Trainer
 from shardyard_worker.training.variables import StepInput, Variable
@@ -165,11 +166,11 @@ class TrainingLoop:
         tables: TableBinding | None = None,
         state: Mapping[int, VariableState] | None = None,
         replica: Replica | SpreadModel | None = None,
-        places: Sequence[int] = (),
+        shares: Shares | None = None,
     ) -> Trainer:
         """Registers the variables and gets their initial values. `settings` returns the optimizer's current settings.
         `state`: what the optimizer begins with if this worker gives the initial values. `replica`: these variables, for
-        a strategy under which they are in this worker; None: there is none for them. `places`: see Trainer."""
+        a strategy under which they are in this worker; None: there is none for them. `shares`: see Trainer."""
         self.check_first()
         self.unprepared.close()
         if model is not None:
@@ -177,7 +178,7 @@ class TrainingLoop:
             self.at_end.callback(self.samples.close)
         with INTERRUPTS:
             context = self.present_strategy
-            trainer = Trainer(self.session, variables, spec, model, tables, context=context, state=state, places=places)
+            trainer = Trainer(self.session, variables, spec, model, tables, context=context, state=state, shares=shares)
             self.trainer, self.settings, self.replica = trainer, settings, replica
             if replica is None:
                 self.session.progress.needs_servers = "job.register" if self.scaler is None else "job.scaler"

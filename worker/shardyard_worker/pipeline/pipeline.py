@@ -101,10 +101,8 @@ class Pipeline(SpreadModel):
 
     def check_batches(self, plan: EpochPlan) -> None:
         """Raises InvalidRequest if a batch of an epoch cannot be cut into micro-batches."""
-        count, last_step = self.settings.microbatches, plan.per_epoch - 1
-        shares = [end - begin for begin, end in (plan.span(last_step, rank) for rank in range(plan.ranks))]
-        last = {batch.end - batch.begin for share in shares for batch in plan.batches(share)}
-        for size in (plan.batch_size, *sorted(last)):
+        count = self.settings.microbatches
+        for size in plan.batch_sizes:
             if size % count:
                 where = " (in the last step of an epoch)" if size != plan.batch_size else ""
                 raise InvalidRequest(

@@ -28,6 +28,7 @@ from shardyard_worker.replicas.default_group import DefaultGroup
 from shardyard_worker.replicas.spread_model import Loss, SpreadModel, nothing_like
 from shardyard_worker.sharding import fully_sharded, tensor_parallel, tensor_plan
 from shardyard_worker.sharding.output_check import check_outputs
+from shardyard_worker.sharding.served_shares import ServedShares
 from shardyard_worker.sharding.shards import Shard, ShardedReplica
 from shardyard_worker.training.variables import BufferPlace, Variable
 
@@ -135,6 +136,10 @@ class ShardedModel(SpreadModel):
         self.free()
         self._at = place, size
 
+    def served_shares(self, place: int, size: int) -> ServedShares:
+        """What this worker exchanges with servers, where they have the variables."""
+        return ServedShares(self._parameters, self.replica.shards, self.replica.buffers, place, size)
+
     @property
     @abstractmethod
     def _cut_names(self) -> Collection[str]:
@@ -182,7 +187,8 @@ class ShardedModel(SpreadModel):
 
 
 class FullyShardedModel(ShardedModel):
-    """For job.strategy sharded: FSDP2. A group of any size, of which each member computes its own batches."""
+    """For job.strategy sharded: FSDP2. A group of any size, of which each member computes its own batches; or with
+    `shares` above 1, as many parts of the same batches."""
 
     def __init__(
         self,
@@ -193,7 +199,10 @@ class FullyShardedModel(ShardedModel):
         spec: OptimizerSpec,
         settings: ShardedSettings,
         loss: Loss,
+        *,
+        shares: int = 1,
     ) -> None:
+        self._shares = shares
         self._units = fully_sharded.units_of(model, settings.patterns)
         self._settings = settings
         super().__init__(model, parameters, buffers, optimizer, spec, Strategy.SHARDED, loss)
@@ -207,6 +216,9 @@ class FullyShardedModel(ShardedModel):
         return f"shards of {elements} elements, with units {units or 'none'}, {how}"
 
     def check_batches(self, plan: EpochPlan) -> None:
+        if self._shares > 1:
+            self._check_parts(plan)
+            return
         rest = plan.samples_per_epoch % plan.samples_per_step
         begin, end = plan.span(plan.per_epoch - 1, plan.ranks - 1)
         if rest and begin == end:
@@ -215,6 +227,16 @@ class FullyShardedModel(ShardedModel):
                 f" {plan.batch_size}",
                 why="all members gather the parameters for each other's batches, so each needs one in each step",
                 todo="give drop_last=True, or another batch_size",
+            )
+
+    def _check_parts(self, plan: EpochPlan) -> None:
+        smallest = min(plan.batch_sizes)
+        if smallest < self._shares:
+            where = " (in the last step of an epoch)" if smallest != plan.batch_size else ""
+            raise InvalidRequest(
+                f"a batch of {smallest} samples{where}, for {self._shares} workers",
+                why="each worker of a replica computes some samples of the batch",
+                todo=f"give a batch_size of {self._shares} at least, and drop_last=True",
             )
 
     @property
@@ -242,8 +264,9 @@ class TensorParallelModel(ShardedModel):
         loss: Loss,
     ) -> None:
         self._plan = tensor_plan.plan_for(model, settings.size, settings.colwise_patterns, settings.rowwise_patterns)
-        self._is_to_check = False
+        self.is_to_compare = False
         """Whether outputs are compared before the next step: at the first of a group that has loaded all values."""
+        self.was_compared = False
         super().__init__(model, parameters, buffers, optimizer, spec, Strategy.TENSOR, loss)
         log.info("the model is cut over %d workers:\n%s", settings.size, self._plan.table(model, settings.size))
 
@@ -256,10 +279,22 @@ class TensorParallelModel(ShardedModel):
 
     def begin(self, place: int, size: int, group: DefaultGroup | None) -> None:
         super().begin(place, size, group)
-        self._is_to_check = False
+        self.is_to_compare = False
 
     def loaded(self) -> None:
-        self._is_to_check = True
+        self.compare_next()
+
+    def compare_next(self) -> None:
+        """The next batch compares the outputs of the cut model with those of the whole one. All members call it."""
+        self.is_to_compare = True
+
+    @torch.no_grad()
+    def gather_whole(self) -> None:
+        """Gives the script's model the values of all members' shards. All members call it together."""
+        self.make_room()
+        for each, shard in zip(self._parameters, self.replica.shards, strict=True):
+            if shard.is_cut:
+                each.target.copy_(shard.cut.full_tensor())
 
     @property
     def _cut_names(self) -> Collection[str]:
@@ -271,12 +306,12 @@ class TensorParallelModel(ShardedModel):
 
     @property
     def _unused(self) -> Collection[int]:
-        return () if self._is_to_check else super()._unused
+        return () if self.is_to_compare else super()._unused
 
     def compute(self, inputs: Sequence[Any], target: Any, weight: float) -> float:
-        if self._is_to_check:
+        if self.is_to_compare:
             self._check(inputs)
-            self._is_to_check = False
+            self.is_to_compare, self.was_compared = False, True
             self.free()
         return super().compute(inputs, target, weight)
 

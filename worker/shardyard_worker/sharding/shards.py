@@ -79,6 +79,17 @@ class Shard:
         _, offset = compute_local_shape_and_global_offset(tuple(shape), mesh, rows)
         return offset[0] * math.prod(shape[1:]), columns.redistribute(placements=rows).to_local().reshape(-1)
 
+    @torch.no_grad()
+    def take_rows(self, rows: torch.Tensor) -> None:
+        """The opposite: takes the values of its columns from rows of the whole, others in each member. All members call
+        it together."""
+        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor import Shard as ShardOf
+
+        mesh, shape, stride = self.cut.device_mesh, self.cut.shape, self.cut.stride()
+        found = DTensor.from_local(rows, mesh, [ShardOf(0)], run_check=False, shape=shape, stride=stride)
+        self.local.copy_(found.redistribute(placements=self.cut.placements).to_local())
+
 
 class ShardedReplica(Replica):
     """`parameters`: whole. `shards`: of them, in their order. `place`, `size`: of the group that has shards of the same

@@ -14,8 +14,7 @@ from typing import TypeVar
 import torch
 
 from shardyard.domain import errors
-from shardyard.domain.ids import PartitionId, Token
-from shardyard.domain.layout.layouts import JobLayout
+from shardyard.domain.ids import Token
 from shardyard.domain.optimizers import OptimizerSpec
 from shardyard.domain.push_names import PushName, SourceKey, WorkerSource
 from shardyard.domain.variables import VariableKind
@@ -34,6 +33,7 @@ from shardyard_worker.session.session import Session
 from shardyard_worker.training.grad_hooks import GradHooks
 from shardyard_worker.training.loading import ValueLoader
 from shardyard_worker.training.pushes import PushBuilder
+from shardyard_worker.training.shares import Shares
 from shardyard_worker.training.table_binding import TableBinding
 from shardyard_worker.training.variables import ServerLink, StepContext, Variable
 
@@ -60,26 +60,26 @@ class Trainer:
         *,
         context: Callable[[], StepContext],
         state: Mapping[int, VariableState] | None = None,
-        places: Sequence[int] = (),
+        shares: Shares | None = None,
     ) -> None:
         """Registers the variables, and waits until the servers have initial values. `tables`: the model's, if it has
         any. `context`: returns the strategy of the job's current mode; it is called from the first step on. `state`:
-        what the optimizer begins with if this worker gives the initial values. `places`: for each variable, the place
-        in a group of the worker that pushes its gradients; empty: this worker pushes all. Raises
-        ConfigurationError."""
+        what the optimizer begins with if this worker gives the initial values. `shares`: what the worker at each place
+        of a replica pushes; None: this worker pushes all. Raises ConfigurationError."""
         self.session = session
         self.optimizer = optimizer
         self.variables = tuple(variables)
         self._tables = tables
-        self._places = places
+        self._shares = shares
         self._place: int | None = None
-        """The place in a group whose variables this worker pushes and pulls; None: all."""
+        """The place in a replica whose share this worker pushes and pulls; None: all."""
         self._loads_parts = session.job_settings.strategy.uses_groups
         """Whether this worker loads what it has of the variables by itself (`replicas.replica`)."""
         reply = self._register(session.check_waiting)
         layout = layout_messages.layout_from_wire(reply.layout)
         session.follow(reply)
-        self._partitions = self._partitions_by_place(layout)
+        self._layout = layout
+        self._partitions = [] if shares is None else shares.partitions(layout)
         """Those to which the worker at each place pushes."""
         self.accumulates = False
         """Whether the next backward adds to the gradients of this one, before they are pushed."""
@@ -116,7 +116,7 @@ class Trainer:
             caller=common_messages.caller_to_wire(self.session.caller),
             variables=[layout_messages.variable_to_wire(variable.spec) for variable in self.variables],
             optimizer=layout_messages.optimizer_to_wire(self.optimizer),
-            places=self._places,
+            places=() if self._shares is None else self._shares.places,
             tables=[] if self._tables is None else tables_to_wire(self._tables.settings),
         )
 
@@ -131,10 +131,10 @@ class Trainer:
             link.layout,
             map_,
             shareable=settings.same_host == "auto",
-            pushes=not session.job_settings.has_replicas and (self._place is not None or not self._places),
+            pushes=not session.job_settings.has_replicas and (self._place is not None or self._shares is None),
             slots=settings.window + 1,
             copies=copies,
-            own=None if self._place is None else self._partitions.get(self._place, ()),
+            own=None if self._place is None else self._partitions[self._place],
         )
         if old is not None:
             link.buffers.take_over(old)
@@ -190,29 +190,20 @@ class Trainer:
         self.pushes.use(copies)
         old.close()
 
-    def use_place(self, place: int | None) -> None:
-        """From now on this worker pushes, and pulls, the variables of that place in a group only; None: all. Their
-        values are not there until the next pull."""
-        if place != self._place:
-            self._place = place
-            self.values.load_only([at for at, each in enumerate(self._places) if place in (None, each)])
-            self._connect_again(keeps=False)
-
-    def _partitions_by_place(self, layout: JobLayout) -> dict[int, set[PartitionId]]:
-        """Those without variables are the first place's. Raises ConfigurationError if one has variables of several."""
-        found: dict[int, set[PartitionId]] = {place: set() for place in {0, *self._places}}
-        for part in layout.partitions:
-            places = {self._places[block.variable] for block in part.blocks} if self._places else {0}
-            if len(places) > 1:
-                raise errors.ConfigurationError(
-                    f"partition {part.partition} has variables of {len(places)} stages",
-                    why="each stage's worker pushes to partitions of its own, and the job's partitions were made for"
-                    " another strategy, or for stages that were cut elsewhere",
-                    todo="set job.between to all_reduce, which takes any partitions; or begin a new job with the values"
-                    " (`shardyard checkpoint export`)",
-                )
-            found[min(places, default=0)].add(part.partition)
-        return found
+    def use_place(self, place: int | None, variables: Sequence[Variable] | None = None) -> None:
+        """From now on this worker pushes, and pulls, the share of that place in a replica only; None: all. Its values
+        are not there until the next pull. `variables`: the shares, if variables are cut."""
+        if place == self._place and variables is None:
+            return
+        self._place, link = place, self.link
+        link.variables = self.variables if variables is None else tuple(variables)
+        if place is None or self._shares is None:
+            link.layout, indices = self._layout, [*range(len(self.variables))]
+        else:
+            link.layout = self._shares.layout_at(place, self._layout, self._partitions[place])
+            indices = self._shares.indices_at(place)
+        self.values.load_only(indices)
+        self._connect_again(keeps=False)
 
     @property
     def router(self) -> ServerGroup:

@@ -1,250 +1,50 @@
-"""Synchronous steps of pipelines whose variables are on the servers (job.between parameter_server): each worker pushes
-the gradients of its stage, and pulls its values (docs/internals/ledger.md, rule D10).
+"""Synchronous steps of pipelines whose variables are on the servers: each worker pushes the gradients of its stage.
 
-The workers of a pipeline are one worker to the ledgers: each pushes a logical rank's work under the same name, each to
-the partitions of its own stage. Before anything of a push is sent, they tell each other whether all gradients are there
-and finite. A worker that is lost costs no step: the values are on the servers.
-
-Owns: this worker's place in its pipeline. Must not know: how a schedule runs, how a push travels.
+Must not know: how a schedule runs, how a push travels.
 """
 
 from __future__ import annotations
 
-import logging
-import math
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 
 import torch
 
-from shardyard.domain.consistency import NonFinite
-from shardyard.domain.ids import Rank
-from shardyard.domain.push_names import PushName
-from shardyard.domain.replica_groups import ReplicaGroup
-from shardyard_worker.consistency.groups.computed_together import ComputedTogether, square_norm
 from shardyard_worker.consistency.groups.pipelined import StageRuns
-from shardyard_worker.consistency.logical_ranks import LogicalRanks
-from shardyard_worker.consistency.step_versions import StepVersions
-from shardyard_worker.exchange.requests import ExchangeResult, PullSpec
-from shardyard_worker.exchange.server_group import ServerGroup
+from shardyard_worker.consistency.groups.pushed_parts import FACTS, PushedParts
 from shardyard_worker.pipeline.pipeline import Pipeline
 from shardyard_worker.replicas.collectives import Collectives
-from shardyard_worker.replicas.group_store import GroupLost, while_newest
-from shardyard_worker.training.table_binding import Upcoming
-from shardyard_worker.training.trainer import SLICE_MS, Trainer
+from shardyard_worker.training.trainer import Trainer
 from shardyard_worker.training.variables import StepInput
 
-log = logging.getLogger("shardyard.worker")
 
-LEAVE, LOSS = range(2)
-FACTS = 2
-"""Behind them each member of a pipeline has a place, above 0 if its gradients are not finite."""
-
-
-class StageVersions(StepVersions):
-    """Of the partitions of this worker's stage."""
-
-    def __init__(self, trainer: Trainer, ranks: LogicalRanks, strategy: PushedStages) -> None:
-        super().__init__(trainer, ranks)
-        self._strategy = strategy
-
-    def refresh_ranks(self) -> None:
-        """Ranks change with the group only."""
-        self._strategy.check_group()
-
-    def find_work(self) -> None:
-        self._strategy.take_place()
-        if self._ranks.held:
-            super().find_work()
-        else:
-            self._strategy.rest_at_end()
-
-    def await_ranks(self) -> None:
-        self._strategy.take_place()
-
-    def catch_up(self, at_least: int) -> None:
-        """This worker computes no more, so the data has ended."""
-        self._strategy.end_data(at_least)
-
-    def await_step(self) -> None:
-        """As of the base. The version is asked for before the group is looked at: members that have the last one may
-        have left."""
-        assert self.current is not None
-        answer = ExchangeResult()
-        with self._session.wait_registry.over(lambda: f"step {self.current} to be complete: {self._explain(answer)}"):
-            while self._ranks.due(self.current) is None:
-                answer = self._trainer.router.pull(self._next(SLICE_MS))
-                if not answer.missing:
-                    self._arrive(answer)
-                    return
-                self._session.check_waiting()
-                self._ask_for_norms(self.current + 1)
-                self.refresh_ranks()
-        self._trainer.router.abandon_pull()
-        self.load_again()
-
-    def _must_wait(self, answer: ExchangeResult) -> bool:
-        if answer.missing:
-            self._ask_for_norms(answer.missing[0].want)
-        return super()._must_wait(answer)
-
-    def _ask_for_norms(self, version: int) -> None:
-        """If the step that makes this version is clipped by its norm: asks all servers for their partitions' parts of
-        it, also those of other stages. The next pull brings the sum."""
-        if self._trainer.router.lacks_norms(version - 1):
-            pull = PullSpec(version, exactly=True, wait_ms=SLICE_MS, values=False)
-            self._trainer.router.pull_rows(pull, None)
-
-
-class PushedStages(ComputedTogether):
-    """For job.strategy pipeline with job.between parameter_server."""
+class PushedStages(PushedParts):
+    """For job.strategy pipeline."""
 
     def __init__(self, trainer: Trainer, pipeline: Pipeline) -> None:
-        super().__init__(trainer, lambda trainer, ranks: StageVersions(trainer, ranks, self))
-        self._model = self._pipeline = pipeline
+        super().__init__(trainer, pipeline)
+        self._pipeline = pipeline
         self._runs = StageRuns(pipeline)
 
-    # ---- the group
-
-    @property
-    def _inside(self) -> Collectives | None:
-        return self._collectives
-
-    def _join(self, group: ReplicaGroup) -> None:
-        place, size = group.place_of(self._session.caller.incarnation), self._settings.workers_per_rank
-        assert place is not None, group
-        self._left = group.generation
-        self._is_to_leave = False
-        if len(group.members) < size:  # all steps were taken
-            self._collectives = Collectives(self._session, group, place, self._pipeline.fingerprint)
-            self.load_all(0)
-            return
-        first = place // size * size
-        among = range(first, first + size)
-        self._collectives = inside = Collectives(self._session, group, place, self._pipeline.fingerprint, among)
+    def _take_part(self, inside: Collectives) -> None:
         self._pipeline.replica_at(inside.place)
         self._pipeline.free()
         self._trainer.use_place(inside.place)
-        self.ranks.hold(self._ranks_at(group, place), 0, group.generation)
-        with while_newest():
-            self._agree(inside, self.ranks.open_all())
+
+    def _begin_runs(self, inside: Collectives) -> None:
         self._runs.begin(inside, inside)
-        self.versions.align()
-        step = self.versions.current
-        log.info("has place %d of %d in group %d, at step %s", place, len(group.members), self._left, step)
 
-    def _agree(self, inside: Collectives, nexts: dict[Rank, int]) -> None:
-        """A rank's next step is the lowest over the partitions of all members."""
-        lowest = torch.tensor([-nexts[rank] for rank in self.ranks.held], dtype=torch.int64)
-        with self._session.wait_registry.over(lambda: "the other workers of this pipeline, to agree on a step"):
-            inside.wait(inside.most(lowest))
-        for position, each in zip(self.ranks.held.values(), lowest.tolist(), strict=True):
-            position.next = -each
-
-    def check_group(self) -> None:
-        """Raises GroupLost."""
-        if self._collectives is None:
-            raise GroupLost("this worker has left its group")
-        self._collectives.check()
-
-    def _leave_group(self) -> None:
-        collectives, self._collectives = self._collectives, None
-        self.ranks.held = {}
-        self.versions.current = None
-        self._is_to_leave = False
-        self._lost, self._has_run = None, False
-        self._forget_step()
+    def _end_runs(self) -> None:
         self._runs.end()
-        if collectives is not None:
-            collectives.leave()
-
-    # ---- a step
 
     def _run(self, inputs: Sequence[torch.Tensor], target: torch.Tensor, weight: float) -> float:
         size = 0 if self._collectives is None else self._collectives.size
         return self._runs.run(inputs, target, weight, FACTS + size)
 
-    def contribute(self, name: PushName | None, sending: StepInput | None, upcoming: Upcoming | None = None) -> None:
-        try:
-            super().contribute(name, sending, upcoming)
-        finally:
-            self._forget_step()
+    def _sum(self, inside: Collectives, said: list[float]) -> list[float]:  # noqa: ARG002 - by messages
+        return self._runs.sum_facts(said)
 
-    def _counted(self, name: PushName, rank: Rank, sending: StepInput | None) -> StepInput | None:
-        """Whether the work counts, which all members of the pipeline learn before any of them pushes (rule A4). Raises
-        GroupLost."""
-        inside = self._collectives
-        if inside is None or self._lost is not None:
-            raise self._lost or GroupLost("this worker has left its group")
-        if sending is None:
-            return None
-        with self._session.wait_registry.over(lambda: f"step {self.versions.current} of the other members"):
-            own = self._own(sending)
-            said = [0.0] * (FACTS + inside.size)
-            said[LEAVE] = float(self._session.replica_generation > inside.group.generation)
-            said[LOSS] = self._own_loss
-            if not math.isfinite(square_norm(self._pipeline.gradients)):
-                said[FACTS + inside.place] = 1.0 + self._has_odd_loss
-            facts = self._runs.sum_facts(said)
-            self.loss = facts[LOSS]
-            self._is_to_leave = bool(facts[LEAVE])
-            odd = facts[FACTS:]
-            if any(odd) and self._settings.nonfinite is not NonFinite.ALLOW:
-                if inside.place == odd.index(max(odd)):
-                    with while_newest():
-                        super()._counted(name, rank, own)
-                inside.meet()  # it was recorded that the work does not count
-                return None
-        return self._trainer.pushes.of_rank(rank, own)
-
-    def _own(self, sending: StepInput) -> StepInput:
-        """The part of this worker, as the mean over the samples of the work. One member reports them."""
-        assert self._collectives is not None
-        tensors: list[torch.Tensor | None] = [None] * len(sending.tensors)
+    def _given(self, sending: StepInput) -> list[torch.Tensor | None]:
+        found: list[torch.Tensor | None] = [None] * len(sending.tensors)
         for at in self._pipeline.replica.places:
-            tensors[at] = sending.tensors[at]
-        for gradient in self._pipeline.gradients:
-            if gradient is not None and self._weight != 1.0:
-                gradient.mul_(1.0 / self._weight)
-        return replace(sending, tensors=tensors, samples=sending.samples if self._collectives.place == 0 else 0)
-
-    def _push(
-        self, name: PushName, sending: StepInput | None, upcoming: Upcoming | None, pull: PullSpec | None
-    ) -> ExchangeResult:
-        with while_newest():
-            return super()._push(name, sending, upcoming, pull)
-
-    # ---- the end of the data
-
-    def has_moved(self) -> bool:
-        """As of the base. Also if a member was lost before all partitions had the last step, which is computed again
-        then."""
-        if super().has_moved():
-            self.take_place()
-            return True
-        inside, step = self._collectives, self.versions.current
-        if inside is None or step is None or self._session.lost_replica_generation < inside.group.generation:
-            return False
-        pull = PullSpec(step, exactly=False, values=False)
-        if not self._trainer.reach(partial(ServerGroup.pull_rows, rows=pull, ahead=None)).missing:
-            return False
-        self._is_to_leave = True
-        self.take_place()
-        return True
-
-    def end_data(self, end: int) -> None:
-        self.load_all(end)
-        self.rest_at_end()
-
-    def rest_at_end(self) -> None:
-        """This worker has all values, and computes nothing before it has taken a place again."""
-        self._is_to_leave = True
-
-    def load_all(self, at_least: int) -> None:
-        """Loads the values of all variables, of that step or a later one, into the script's model."""
-        self.ranks.held = {}
-        self._trainer.use_place(None)
-        self._pipeline.make_room()
-        self.versions.current = self._trainer.pull_step(at_least)
-        self._pipeline.is_whole = True
+            found[at] = sending.tensors[at]
+        return found

@@ -1,0 +1,148 @@
+"""Synchronous steps of cut models whose variables are on the servers: job.strategy sharded and tensor with job.between
+parameter_server. Each worker pushes its share of every gradient, and pulls its share of every value.
+
+    sharded   each member computes a part of the batch of a logical rank. Parameters are gathered, and gradients summed
+              and cut, module by module, while it computes.
+    tensor    the members compute the batch together, each a part of each layer.
+
+Must not know: how a model is cut, how a push travels.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from shardyard.domain.errors import InvalidRequest
+from shardyard_worker.consistency.groups.pushed_parts import PushedParts
+from shardyard_worker.replicas.buffer_means import BufferMeans
+from shardyard_worker.replicas.collectives import Collectives
+from shardyard_worker.replicas.default_group import CollectiveGroup, DefaultGroup
+from shardyard_worker.replicas.group_store import GroupLost
+from shardyard_worker.sharding.served_shares import ServedShares
+from shardyard_worker.sharding.sharded_model import FullyShardedModel, ShardedModel, TensorParallelModel
+from shardyard_worker.training.trainer import Trainer
+from shardyard_worker.training.variables import StepInput
+
+
+class _PushedShares(PushedParts):
+    """The base of both."""
+
+    _model: ShardedModel
+
+    def __init__(self, trainer: Trainer, model: ShardedModel) -> None:
+        super().__init__(trainer, model)
+        self._group: DefaultGroup | None = None
+        self._shares: ServedShares | None = None
+        self._put: int | None = None
+        """The version that the shards have. None: unknown."""
+
+    def _take_part(self, inside: Collectives) -> None:
+        model = self._model
+        self._group = DefaultGroup(CollectiveGroup(inside), inside)
+        model.begin(inside.place, inside.size, self._group)
+        self._shares = model.served_shares(inside.place, inside.size)
+        self._put = None
+        self._trainer.use_place(inside.place, self._shares.variables)
+
+    def _begin_runs(self, inside: Collectives) -> None:
+        pass
+
+    def _end_runs(self) -> None:
+        group, self._group, self._shares = self._group, None, None
+        self._model.end()
+        if group is not None:
+            group.end()
+
+    def _run(self, inputs: Sequence[Any], target: Any, weight: float) -> float:
+        inside, shares = self._collectives, self._shares
+        if inside is None or shares is None:
+            raise GroupLost("this worker has left its replica group")
+        if not self._passes and (shares.has_buffers or self._put != self.versions.current):
+            shares.put(lambda whole, own: inside.wait(inside.gather(whole, own)))
+            self._put = self.versions.current
+        return self._compute(inside, inputs, target, weight)
+
+    @abstractmethod
+    def _compute(self, inside: Collectives, inputs: Sequence[Any], target: Any, weight: float) -> float:
+        """As `_run`. The shards have the values of the version."""
+
+    def _sum(self, inside: Collectives, said: list[float]) -> list[float]:
+        found = torch.tensor(said, dtype=torch.float64)
+        inside.wait(inside.sum(found))
+        facts: list[float] = found.tolist()
+        return facts
+
+    def _given(self, sending: StepInput) -> list[torch.Tensor | None]:  # noqa: ARG002 - the script has none
+        assert self._shares is not None
+        return self._shares.given(self._model.gradients, self._buffers())
+
+    def _buffers(self) -> Sequence[torch.Tensor | None]:
+        """Those that the batch's forward has made."""
+        return [each.found for each in self._model.replica.buffers]
+
+
+class PushedShards(_PushedShares):
+    """For job.strategy sharded."""
+
+    _model: FullyShardedModel
+
+    def _compute(self, inside: Collectives, inputs: Sequence[Any], target: Any, weight: float) -> float:
+        (inputs, target), part = part_of_batch((inputs, target), inside.place, inside.size)
+        return part * self._model.compute(inputs, target, weight * part)
+
+    def _buffers(self) -> Sequence[torch.Tensor | None]:
+        """Their means over the parts of the batch."""
+        buffers, inside = self._model.replica.buffers, self._collectives
+        if not buffers or inside is None:
+            return super()._buffers()
+        means = BufferMeans(buffers)
+        means.add(super()._buffers(), 1.0)
+        means.add_up(inside)
+        found = means.means() or ()
+        return [each.to(buffer.target.dtype) for each, buffer in zip(found, buffers, strict=True)]
+
+
+class PushedTensors(_PushedShares):
+    """For job.strategy tensor."""
+
+    _model: TensorParallelModel
+
+    def _begin_runs(self, inside: Collectives) -> None:
+        """A model that was not compared with the whole one is, also in members that have compared it."""
+        lacks = torch.tensor([not self._model.was_compared], dtype=torch.int64)
+        inside.wait(inside.most(lacks))
+        if lacks.any():
+            self._model.compare_next()
+
+    def _compute(self, inside: Collectives, inputs: Sequence[Any], target: Any, weight: float) -> float:
+        if self._model.is_to_compare:
+            self._model.gather_whole()
+        loss = self._model.compute(inputs, target, weight)
+        return loss if inside.place == 0 else 0.0
+
+
+def part_of_batch(batch: Any, place: int, count: int) -> tuple[Any, float]:
+    """The samples of the member at this place of so many, which are neighbours along the first dimension of each
+    tensor, and their share of the batch. Raises InvalidRequest.
+
+    >>> part_of_batch((torch.arange(5), "masked"), 1, 2)
+    ((tensor([3, 4]), 'masked'), 0.4)
+    """
+    leaves, spec = pytree.tree_flatten(batch)
+    sizes = {each.shape[0] if each.dim() else 0 for each in leaves if isinstance(each, torch.Tensor)}
+    if len(sizes) != 1 or min(sizes) < count:
+        raise InvalidRequest(
+            f"job.train_step with tensors of {sorted(sizes)} samples, for {count} workers",
+            why="each worker of a replica computes some samples of the batch: of each tensor that it is given, it takes"
+            " a part along the first dimension",
+            todo=f"give tensors whose first dimension is the batch, of {count} samples at least",
+        )
+    (samples,) = sizes
+    parts = [torch.tensor_split(each, count)[place] if isinstance(each, torch.Tensor) else each for each in leaves]
+    own = next(each for each in parts if isinstance(each, torch.Tensor)).shape[0]
+    return pytree.tree_unflatten(parts, spec), own / samples
