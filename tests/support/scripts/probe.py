@@ -122,7 +122,8 @@ def train_stages(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
     x, y = data(options.samples).tensors
     x[options.nan_samples] = float("nan")
     losses = []
-    for batch in job.batches(TensorDataset(x.double(), y), batch_size=8, epochs=options.epochs, drop_last=True):
+    given = {"batch_size": options.batch, "epochs": options.epochs, "drop_last": True}
+    for batch in job.batches(TensorDataset(x.double(), y), **given):
         losses.append(job.train_step(*batch).item())
         announce(len(losses))
         hold(options, len(losses))
@@ -420,6 +421,7 @@ def main() -> None:
     parser.add_argument("out")
     parser.add_argument("--samples", type=int, default=203)
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=8, help="samples of a batch of `stages`")
     parser.add_argument("--mistakes", default="", help="those of cut-mistakes that are made")
     parser.add_argument("--batch-norm", action="store_true", help="in the network of `stages`")
     parser.add_argument("--nan-samples", type=int, nargs="*", default=[], help="samples of `stages` that are NaN")

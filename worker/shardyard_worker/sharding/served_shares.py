@@ -40,7 +40,7 @@ class ServedShares:
         self._shards = shards
         self._place = place
         self._count = count
-        self._columns = [at for at, shard in enumerate(shards) if shard.is_cut and shard.region.outer > 1]
+        self._columns = [at for at, shard in enumerate(shards) if shard.has_columns]
         self._alike = [at for at in range(len(self._whole)) if at >= len(shards) or not shards[at].is_cut]
         """The variables that all members have."""
         self._begins, nbytes = dict[int, int](), 0
@@ -107,7 +107,7 @@ class ServedShares:
     def _given(self, at: int, found: torch.Tensor) -> torch.Tensor:
         shape: Any = self.variables[at].spec.shape
         if at in self._columns:
-            return self._shards[at].rows(found)[1].view(shape)
+            return self._shards[at].rows_of_columns(found)
         if at in self._begins:
             begin, end = self._share(at, self._place)
             return found.detach().reshape(-1)[begin:end].view(shape)

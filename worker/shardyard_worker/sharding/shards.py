@@ -68,27 +68,39 @@ class Shard:
         region = self.region
         if region.outer == 1:
             return region.begin * region.inner, part.reshape(-1)
-        from torch.distributed.tensor import DTensor
         from torch.distributed.tensor import Shard as ShardOf
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-        mesh, shape, rows = self.cut.device_mesh, self.cut.shape, [ShardOf(0)]
-        columns = DTensor.from_local(
-            part, mesh, self.cut.placements, run_check=False, shape=shape, stride=self.cut.stride()
-        )
-        _, offset = compute_local_shape_and_global_offset(tuple(shape), mesh, rows)
-        return offset[0] * math.prod(shape[1:]), columns.redistribute(placements=rows).to_local().reshape(-1)
+        mesh, shape = self.cut.device_mesh, tuple(self.cut.shape)
+        _, offset = compute_local_shape_and_global_offset(shape, mesh, [ShardOf(0)])
+        return offset[0] * math.prod(shape[1:]), self.rows_of_columns(part).reshape(-1)
+
+    @property
+    def has_columns(self) -> bool:
+        """Whether it is cut along another dimension than the first."""
+        return self.is_cut and self.cut.placements[0].dim > 0
+
+    def rows_of_columns(self, part: torch.Tensor) -> torch.Tensor:
+        """Rows of a whole of which `part` is the shard's columns, others in each member. All members call it
+        together."""
+        from torch.distributed.tensor import Shard as ShardOf
+
+        return self._moved(part, self.cut.placements, [ShardOf(0)])
 
     @torch.no_grad()
     def take_rows(self, rows: torch.Tensor) -> None:
-        """The opposite: takes the values of its columns from rows of the whole, others in each member. All members call
-        it together."""
-        from torch.distributed.tensor import DTensor
+        """The opposite: takes the values of its columns from the members' rows of the whole."""
         from torch.distributed.tensor import Shard as ShardOf
 
+        self.local.copy_(self._moved(rows, [ShardOf(0)], self.cut.placements))
+
+    def _moved(self, part: torch.Tensor, before: Sequence[Any], after: Sequence[Any]) -> torch.Tensor:
+        from torch.distributed.tensor import DTensor
+
         mesh, shape, stride = self.cut.device_mesh, self.cut.shape, self.cut.stride()
-        found = DTensor.from_local(rows, mesh, [ShardOf(0)], run_check=False, shape=shape, stride=stride)
-        self.local.copy_(found.redistribute(placements=self.cut.placements).to_local())
+        found = DTensor.from_local(part, mesh, before, run_check=False, shape=shape, stride=stride)
+        local: torch.Tensor = found.redistribute(placements=after).to_local()
+        return local
 
 
 class ShardedReplica(Replica):

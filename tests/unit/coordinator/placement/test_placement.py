@@ -60,7 +60,7 @@ def test_place_with_more_bytes_has_more_partitions() -> None:
     layout = plan(variables, SGD, partitions=4, block_bytes=1 << 20, places=[0, 1, 1, 1, 2])
     held = [sorted(block.variable for block in part.blocks) for part in layout.partitions]
     assert sorted(held) == [[0], [1, 3], [2], [4]]
-    with pytest.raises(InvalidRequest, match="2 partitions for the variables of 3 stages"):
+    with pytest.raises(InvalidRequest, match="2 partitions for the variables of 3 workers of a replica"):
         plan(variables, SGD, partitions=2, block_bytes=1 << 20, places=[0, 1, 1, 1, 2])
 
 

@@ -12,6 +12,7 @@ from shardyard.domain.optimizers import OptimizerSpec
 from shardyard.domain.variables import DType, VariableKind, VariableSpec
 from shardyard.wire import layout_messages
 from shardyard_coordinator.placement.placement import Server, assign, fitting_block_bytes, plan
+from shardyard_worker.training.shares import RowShares
 
 SGD = OptimizerSpec("sgd", ((0.1, 0.0, 0.0, 0.0, 0.0, 0.0),))
 
@@ -104,3 +105,24 @@ def test_partitions_have_variables_of_one_place(
         place for place, spec in zip(places, specs, strict=True) if spec.elements
     }
     assert layout_messages.layout_from_wire(layout_messages.layout_to_wire(layout)) == layout
+
+
+@given(variables, st.integers(4, 9), block_sizes, st.integers(1, 4))
+def test_partitions_have_the_shares_of_one_place(
+    specs: tuple[VariableSpec, ...], partitions: int, block_bytes: int, count: int
+) -> None:
+    layout = plan(specs, SGD, partitions=partitions, block_bytes=block_bytes, shares=count)
+    assert layout_messages.layout_from_wire(layout_messages.layout_to_wire(layout)) == layout
+    shares = RowShares(specs, count)
+    owned = shares.partitions(layout)
+    assert sorted(partition for each in owned for partition in each) == [*range(partitions)]
+    for place, own in enumerate(owned):
+        here = shares.layout_at(place, layout, own)
+        elements = [0] * len(specs)
+        for part in here.partitions:
+            assert not part.blocks or part.partition in own
+            for block in part.blocks:
+                assert 0 <= block.offset <= block.offset + block.length <= here.variables[block.variable].elements
+                elements[block.variable] += block.length
+        assert elements == [spec.elements for spec in here.variables]
+        assert shares.indices_at(place) == [at for at, found in enumerate(elements) if found]

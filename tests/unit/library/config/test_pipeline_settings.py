@@ -45,9 +45,15 @@ def test_what_does_not_fit_to_pushed_stages_is_refused(name: str, value: object)
         load(**given)
 
 
-def test_pushed_stages_need_a_pipeline() -> None:
-    with pytest.raises(errors.ConfigurationError, match="strategy pipeline with between parameter_server"):
+def test_parts_are_pushed_by_the_workers_of_a_replica_of_a_known_size() -> None:
+    with pytest.raises(errors.ConfigurationError, match="pipeline, sharded or tensor with between parameter_server"):
+        load(strategy="multi_worker_mirrored", between="parameter_server")
+    with pytest.raises(errors.ConfigurationError, match=r"a number for sharded\.size with between parameter_server"):
         load(strategy="sharded", between="parameter_server")
+    job = load(strategy="sharded", between="parameter_server", sharded__size=2, workers_expected=4).settings.job
+    assert (job.logical_rank_count, job.workers_per_rank, job.shares, job.has_replicas) == (2, 2, 2, False)
+    job = load(strategy="sharded", sharded__size=2, workers_expected=4).settings.job
+    assert (job.logical_rank_count, job.workers_per_rank, job.shares) == (4, 1, 1)
     job = load(between="parameter_server", durability="wal", workers_expected=4).settings.job
     assert (job.logical_rank_count, job.has_replicas, job.updates_in_workers) == (2, False, False)
 

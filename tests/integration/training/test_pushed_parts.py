@@ -1,5 +1,5 @@
-"""Pipelines whose variables are on the servers (job.between parameter_server): each worker pushes the gradients of its
-stage."""
+"""Replicas whose variables are on the servers (job.between parameter_server): each worker pushes the gradients of its
+stage, or its share of all gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.yards import Probes, Script, finish, running_yard, wait_for_a
 STEPS, BATCH, EPOCHS = 50, 8, 5
 STRATEGIES = ("pipeline", "sharded", "tensor")
 Started = list[tuple[Script, Path]]
-REFUSED = "has variables of 2 stages"
+REFUSED = "has variables of 2 workers of a replica"
 
 
 @pytest.fixture(scope="module")
@@ -76,30 +76,40 @@ def test_losses_are_those_of_one_process(yard: LocalCluster, probes: Probes, rep
     assert len({result["digest"] for result in results}) == 1, "all have the whole model at the end"
 
 
-@pytest.mark.long("2")
-@pytest.mark.parametrize("pipelines", [1, 2])
-def test_gradient_is_clipped_by_the_norm_over_all_stages(yard: LocalCluster, probes: Probes, pipelines: int) -> None:
-    given, clip = ("stages", "--samples", str(160 * pipelines), "--epochs", "1"), {"job__clip__norm": 0.05}
-    wanted = probes.run(*given, **alone(yard, f"clipped-alone-{pipelines}", pipelines) | clip)["evaluated"]
-    common = settings(yard, f"clipped-{pipelines}", 2 * pipelines) | clip
-    started = start(probes, 2 * pipelines, *given, **common)
+@pytest.mark.long("tensor-2", "sharded-1")
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradient_is_clipped_by_the_norm_over_all_parts(
+    yard: LocalCluster, probes: Probes, strategy: str, replicas: int
+) -> None:
+    """Buffers are a step's mean too. Each worker of a sharded replica normalizes its part of a batch by itself, as two
+    ranks with half of the batch do."""
+    ranks, batch = (2 * replicas, BATCH // 2) if strategy == "sharded" else (replicas, BATCH)
+    norm = () if strategy == "pipeline" else ("--batch-norm",)  # a pipeline's sees micro-batches
+    given, clip = ("stages", "--samples", str(160 * replicas), "--epochs", "1", *norm), {"job__clip__norm": 0.05}
+    job = f"clipped-{strategy}-{replicas}"
+    wanted = probes.run(*given, "--batch", str(batch), **alone(yard, f"{job}-alone", ranks) | clip)["evaluated"]
+    common = settings(yard, job, 2 * replicas, strategy=strategy) | clip
+    started = start(probes, 2 * replicas, *given, **common)
     assert [finish(script, out)["evaluated"] for script, out in started] == [pytest.approx(wanted, rel=1e-5)] * len(
         started
     )
 
 
-@pytest.mark.long("1-frozen", "0-killed")
+@pytest.mark.long("pipeline-1-frozen", "pipeline-0-killed", "sharded-1-killed", "tensor-0-killed")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 @pytest.mark.parametrize("place", [0, 1])
-def test_promise_2_a_lost_stage_costs_no_step(
-    yard: LocalCluster, probes: Probes, how: signal.Signals, place: int
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_promise_2_a_lost_part_costs_no_step(
+    yard: LocalCluster, probes: Probes, how: signal.Signals, place: int, strategy: str
 ) -> None:
     """A worker in reserve takes its place, and goes on from the step at hand. There is no checkpoint to go back to.
-    Each step waits for the norm over all stages, which clips nothing."""
+    Each step waits for the norm over all parts, which clips nothing."""
     more = {"job__checkpoint__url": "never", "job__clip__norm": 1e9}
-    common = settings(yard, f"lost-{how.name.lower()}-{place}", **more)
+    common = settings(yard, f"lost-{how.name.lower()}-{place}-{strategy}", strategy=strategy, **more)
     accumulate = "2" if how is signal.SIGSTOP else "1"
-    given = ("stage-counts", "--samples", "48", "--epochs", "4", "--pause-ms", "20", "--accumulate", accumulate)
+    mode = "tensor-counts" if strategy == "tensor" else "stage-counts"
+    given = (mode, "--samples", "48", "--epochs", "4", "--pause-ms", "20", "--accumulate", accumulate)
     started = start(probes, 3, *given, **common)
     wait_for_any([script for script, _ in started], "computed 13")
     in_place = [any(f"has place {place} of 2" in line for line in script.lines) for script, _ in started]
@@ -127,10 +137,13 @@ def test_promise_2_one_pipeline_computes_the_ranks_of_two(yard: LocalCluster, pr
         assert not any("goes back to checkpoint" in line for line in script.lines)
 
 
-def test_gradient_that_is_not_finite_changes_nothing(yard: LocalCluster, probes: Probes) -> None:
+@pytest.mark.long("tensor")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradient_that_is_not_finite_changes_nothing(yard: LocalCluster, probes: Probes, strategy: str) -> None:
     given = ("stages", "--samples", "160", "--epochs", "1", "--nan-samples", "3")
     found, told = [], []
-    for workers, common in ((1, alone(yard, "nan-alone", 2)), (4, settings(yard, "nan", 4))):
+    pushed = settings(yard, f"nan-{strategy}", 4, strategy=strategy)
+    for workers, common in ((1, alone(yard, f"nan-{strategy}-alone", 2)), (4, pushed)):
         started = start(probes, workers, *given, **common)
         found.append([finish(script, out)["losses"] for script, out in started])
         told.append([line for script, _ in started for line in script.lines if "it does not count" in line])
@@ -163,12 +176,16 @@ def test_partitions_of_another_strategy_are_refused(
     assert refused.process.wait(30) != 0
 
 
-def test_checkpoint_is_restored_under_the_other_setting(yard: LocalCluster, probes: Probes, tmp_path: Path) -> None:
+@pytest.mark.long("pipeline", "sharded")
+@pytest.mark.parametrize("strategy", ["pipeline", "tensor"])
+def test_checkpoint_is_restored_under_the_other_setting(
+    yard: LocalCluster, probes: Probes, tmp_path: Path, strategy: str
+) -> None:
     """AdamW's state moves too: losses go on as those of a run that was not interrupted."""
-    wanted = probes.run("stages", *options(1), **alone(yard, "moved-alone", 1))["losses"]
-    job, found = "moved-to-workers", []
+    wanted = probes.run("stages", *options(1), **alone(yard, f"moved-alone-{strategy}", 1))["losses"]
+    job, found = f"moved-to-workers-{strategy}", []
     for number, between in enumerate(("parameter_server", "all_reduce")):
-        common = settings(yard, job, job__between=between, job__checkpoint__url=tmp_path)
+        common = settings(yard, job, strategy=strategy, job__between=between, job__checkpoint__url=tmp_path)
         stop = ("--stop-at", "20") if number == 0 else ()
         started = start(probes, 2, "stages", *options(1), *stop, **common)
         found += [finish(script, out)["losses"] for script, out in started][:1]
