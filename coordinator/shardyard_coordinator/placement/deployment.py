@@ -292,8 +292,9 @@ def plan(
     block_bytes = placement.fitting_block_bytes(variables, partitions=partitions) if wanted == "auto" else wanted
     if optimizer.kind in optimizers.WHOLE_VARIABLES:
         block_bytes = max(block_bytes, placement.whole_block_bytes(variables))
-    if settings.partitions == "auto" and not tables:  # rows fill any number of partitions
-        partitions = placement.fitting_partitions(variables, block_bytes=block_bytes, partitions_max=partitions)
+    if settings.partitions == "auto":
+        if not tables:  # rows fill any number of partitions
+            partitions = placement.fitting_partitions(variables, block_bytes=block_bytes, partitions_max=partitions)
         partitions = max(partitions, len({*places}), settings.shares)
     return placement.plan(
         variables,

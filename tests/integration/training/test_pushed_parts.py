@@ -96,27 +96,62 @@ def test_gradient_is_clipped_by_the_norm_over_all_parts(
     )
 
 
-@pytest.mark.long("pipeline-1-frozen", "pipeline-0-killed", "sharded-1-killed", "tensor-0-killed")
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
-@pytest.mark.parametrize("place", [0, 1])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.long("pipeline-1-frozen", "pipeline-0-killed", "sharded-1-killed", "tensor-0-killed", "rows-1")
+@pytest.mark.parametrize(
+    ("strategy", "place", "how", "with_rows"),
+    [
+        pytest.param("pipeline", 0, signal.SIGKILL, False, id="pipeline-0-killed"),
+        pytest.param("pipeline", 0, signal.SIGSTOP, False, id="pipeline-0-frozen"),
+        pytest.param("pipeline", 1, signal.SIGKILL, False, id="pipeline-1-killed"),
+        pytest.param("pipeline", 1, signal.SIGSTOP, False, id="pipeline-1-frozen"),
+        pytest.param("pipeline", 0, signal.SIGKILL, True, id="pipeline-0-rows"),
+        pytest.param("pipeline", 1, signal.SIGSTOP, True, id="pipeline-1-rows"),
+        pytest.param("sharded", 0, signal.SIGSTOP, False, id="sharded-0-frozen"),
+        pytest.param("sharded", 1, signal.SIGKILL, False, id="sharded-1-killed"),
+        pytest.param("sharded", 1, signal.SIGKILL, True, id="sharded-rows"),
+        pytest.param("tensor", 0, signal.SIGKILL, False, id="tensor-0-killed"),
+        pytest.param("tensor", 1, signal.SIGSTOP, False, id="tensor-1-frozen"),
+        pytest.param("tensor", 0, signal.SIGSTOP, True, id="tensor-rows"),
+    ],
+)
 def test_promise_2_a_lost_part_costs_no_step(
-    yard: LocalCluster, probes: Probes, how: signal.Signals, place: int, strategy: str
+    yard: LocalCluster, probes: Probes, strategy: str, place: int, how: signal.Signals, with_rows: bool
 ) -> None:
     """A worker in reserve takes its place, and goes on from the step at hand. There is no checkpoint to go back to.
-    Each step waits for the norm over all parts, which clips nothing."""
+    Each step waits for the norm over all parts, which clips nothing. Rows are looked up in the second stage."""
     more = {"job__checkpoint__url": "never", "job__clip__norm": 1e9}
-    common = settings(yard, f"lost-{how.name.lower()}-{place}-{strategy}", strategy=strategy, **more)
+    if with_rows and strategy == "pipeline":
+        more["job__pipeline__cut"] = "counts.second"
+    common = settings(yard, f"lost-{how.name}-{place}-{strategy}-{with_rows}".lower(), strategy=strategy, **more)
     accumulate = "2" if how is signal.SIGSTOP else "1"
     mode = "tensor-counts" if strategy == "tensor" else "stage-counts"
-    given = (mode, "--samples", "48", "--epochs", "4", "--pause-ms", "20", "--accumulate", accumulate)
+    given = [mode, "--samples", "48", "--epochs", "4", "--pause-ms", "20", "--accumulate", accumulate]
+    if with_rows:
+        given += ["--with-rows"]
     started = start(probes, 3, *given, **common)
     wait_for_any([script for script, _ in started], "computed 13")
     in_place = [any(f"has place {place} of 2" in line for line in script.lines) for script, _ in started]
     victim, _ = started.pop(in_place.index(True))
     victim.process.send_signal(how)
     for script, out in started:
-        assert finish(script, out)["counts"] == [[4.0] * 48] * 2
+        assert finish(script, out)["counts"] == [[4.0] * 48] * (2 + with_rows)
+
+
+@pytest.mark.long("pipeline")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_step_with_rows_that_are_not_finite_changes_neither_rows_nor_variables(
+    yard: LocalCluster, probes: Probes, strategy: str
+) -> None:
+    mode = "tensor-counts" if strategy == "tensor" else "stage-counts"
+    given = (mode, "--with-rows", "--samples", "48", "--epochs", "2", "--nan-samples", "3")
+    more = {"job__pipeline__cut": "counts.second"} if strategy == "pipeline" else {}
+    started = start(probes, 2, *given, **settings(yard, f"nan-rows-{strategy}", strategy=strategy, **more))
+    for script, out in started:
+        first, second, rows = finish(script, out)["counts"]
+        assert first == second == rows
+        assert 2 * 48 - sum(rows) == 2 * 4, "of one step in each epoch"
+    told = [line for script, _ in started for line in script.lines if "it does not count" in line]
+    assert len(told) == 2, "one worker says so, in each epoch"
 
 
 def test_promise_2_one_pipeline_computes_the_ranks_of_two(yard: LocalCluster, probes: Probes) -> None:

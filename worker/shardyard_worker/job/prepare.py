@@ -65,17 +65,11 @@ def prepare(
     paths = {name: path for name, (path, _) in tables_by_path(model).items()}
     tables = tables_of(model)
     strategy = loop.session.job_settings.strategy
-    if tables and strategy.uses_groups and loop.session.job_settings.clip.norm:
+    if tables and loop.session.job_settings.has_replicas and loop.session.job_settings.clip.norm:
         raise ConfigurationError(
             f"embedding table {next(iter(tables))!r} in a job with job.clip.norm and job.strategy {strategy.value}",
             why="the norm of a step's gradient has parts of rows, on the servers, and of variables, in the workers",
             todo="set job.clip.norm to 0, or job.strategy to parameter_server",
-        )
-    if tables and loop.session.job_settings.between is Between.PARAMETER_SERVER:
-        raise UnsupportedModel(
-            f"embedding table {next(iter(tables))!r} in a job with job.between parameter_server",
-            why="each worker of a pipeline pushes to partitions of its own, and rows are in all partitions",
-            todo="set job.between to all_reduce",
         )
     if tables and loop.is_local:
         raise ConfigurationError(

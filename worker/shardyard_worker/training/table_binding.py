@@ -141,7 +141,7 @@ class TableBinding:
             taken = table.gradients.take(self.partitions)
             if taken is not None:
                 found.append(TableRows(number, *taken))
-        return TakenRows(tuple(found), self._groups()) if found else None
+        return TakenRows(tuple(found), self.groups()) if found else None
 
     def joined(self, announced: Sequence[Announced]) -> dict[int, Int64s]:
         """All announced ids, by table. Raises InvalidRequest."""
@@ -198,7 +198,8 @@ class TableBinding:
         for table in self._tables:
             table.gradients.clear()
 
-    def _groups(self) -> Groups:
+    def groups(self) -> Groups:
+        """The settings of each table's optimizer for an update now."""
         return tuple([rate.group(settings) for rate, settings in zip(self._rates, self.settings, strict=True)])
 
 

@@ -79,8 +79,8 @@ class Trainer:
         layout = layout_messages.layout_from_wire(reply.layout)
         session.follow(reply)
         self._layout = layout
-        self._partitions = [] if shares is None else shares.partitions(layout)
-        """Those to which the worker at each place pushes."""
+        self.partitions_at = [] if shares is None else shares.partitions(layout)
+        """Those to which the worker at each place in a replica pushes."""
         self.accumulates = False
         """Whether the next backward adds to the gradients of this one, before they are pushed."""
         self.accumulates_by_hand = False
@@ -134,7 +134,7 @@ class Trainer:
             pushes=not session.job_settings.has_replicas and (self._place is not None or self._shares is None),
             slots=settings.window + 1,
             copies=copies,
-            own=None if self._place is None else self._partitions[self._place],
+            own=None if self._place is None else self.partitions_at[self._place],
         )
         if old is not None:
             link.buffers.take_over(old)
@@ -200,7 +200,7 @@ class Trainer:
         if place is None or self._shares is None:
             link.layout, indices = self._layout, [*range(len(self.variables))]
         else:
-            link.layout = self._shares.layout_at(place, self._layout, self._partitions[place])
+            link.layout = self._shares.layout_at(place, self._layout, self.partitions_at[place])
             indices = self._shares.indices_at(place)
         self.values.load_only(indices)
         self._connect_again(keeps=False)

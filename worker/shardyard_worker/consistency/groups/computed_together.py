@@ -128,3 +128,9 @@ class ComputedTogether(GroupStrategy):
 def square_norm(gradients: Sequence[torch.Tensor | None]) -> float:
     norms = [float(torch.linalg.vector_norm(each)) for each in gradients if each is not None]
     return sum([norm * norm for norm in norms])
+
+
+def has_odd_rows(sending: StepInput | None) -> bool:
+    """Whether gradients of its rows are not finite."""
+    rows = None if sending is None else sending.rows
+    return rows is not None and not all(bool(each.isfinite().all()) for each in rows.tensors)

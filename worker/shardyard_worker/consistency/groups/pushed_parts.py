@@ -24,16 +24,18 @@ from shardyard.domain.ids import Rank
 from shardyard.domain.push_names import PushName
 from shardyard.domain.replica_groups import ReplicaGroup
 from shardyard.domain.variables import VariableKind
-from shardyard_worker.consistency.groups.computed_together import ComputedTogether, square_norm
+from shardyard_worker.consistency.groups.computed_together import ComputedTogether, has_odd_rows, square_norm
 from shardyard_worker.consistency.logical_ranks import LogicalRanks
 from shardyard_worker.consistency.step_versions import StepVersions
 from shardyard_worker.exchange.requests import ExchangeResult, PullSpec
 from shardyard_worker.exchange.server_group import ServerGroup
 from shardyard_worker.replicas.collectives import Collectives
 from shardyard_worker.replicas.group_store import GroupLost, while_newest
+from shardyard_worker.replicas.row_shares import exchange_rows
 from shardyard_worker.replicas.spread_model import SpreadModel
-from shardyard_worker.training.table_binding import Upcoming
-from shardyard_worker.training.trainer import SLICE_MS, Trainer
+from shardyard_worker.rows.row_prefetch import RowPrefetch
+from shardyard_worker.training.table_binding import TakenRows, Upcoming
+from shardyard_worker.training.trainer import SLICE_MS, Trainer, explain
 from shardyard_worker.training.variables import StepInput
 
 log = logging.getLogger("shardyard.worker")
@@ -85,6 +87,9 @@ class PartVersions(StepVersions):
         self._trainer.router.abandon_pull()
         self.load_again()
 
+    def _hold(self, version: int, rows: RowPrefetch | None) -> None:  # noqa: ARG002 - they do not come with values
+        super()._hold(version, self._strategy.await_rows(version))
+
     def _must_wait(self, answer: ExchangeResult) -> bool:
         if answer.missing:
             self._ask_for_norms(answer.missing[0].want)
@@ -102,6 +107,7 @@ class PushedParts(ComputedTogether):
     def __init__(self, trainer: Trainer, model: SpreadModel) -> None:
         super().__init__(trainer, lambda trainer, ranks: PartVersions(trainer, ranks, self))
         self._model = model
+        self._upcoming: Upcoming | None = None
 
     # ---- the group
 
@@ -188,7 +194,7 @@ class PushedParts(ComputedTogether):
             said = [0.0] * (FACTS + inside.size)
             said[LEAVE] = float(self._session.replica_generation > inside.group.generation)
             said[LOSS] = self._own_loss
-            if not math.isfinite(square_norm(self._gradients_in(own))):
+            if not math.isfinite(square_norm(self._gradients_in(own))) or has_odd_rows(own):
                 said[FACTS + inside.place] = 1.0 + self._has_odd_loss
             facts = self._sum(inside, said)
             self.loss = facts[LOSS]
@@ -226,13 +232,52 @@ class PushedParts(ComputedTogether):
                     tensors[at] = None
             elif self._weight != 1.0:
                 tensor.mul_(1.0 / self._weight)
-        return replace(sending, tensors=tensors, samples=sending.samples if self._collectives.place == 0 else 0)
+        rows, samples = self._own_rows(sending), sending.samples if self._collectives.place == 0 else 0
+        return replace(sending, tensors=tensors, rows=rows, samples=samples)
+
+    def _own_rows(self, sending: StepInput) -> TakenRows | None:
+        """The gradients of rows that belong to this worker's partitions. Raises GroupLost."""
+        if self._trainer.link.tables is None:
+            return None
+        rows = self._given_rows(sending)
+        return None if rows is None else rows.unscaled(torch.tensor(self._weight, dtype=torch.float64))
+
+    def _given_rows(self, sending: StepInput) -> TakenRows | None:
+        """The same, times the weight of the work. Members have computed gradients of different rows, or samples."""
+        tables, inside, owned = self._trainer.link.tables, self._collectives, self._trainer.partitions_at
+        assert tables is not None
+        assert inside is not None
+        dims = [each.dim for each in tables.settings]
+        return exchange_rows(sending.rows, tables.groups(), dims, inside, owned, tables.partitions)
+
+    @property
+    def _looks_up_rows(self) -> bool:
+        return self._trainer.link.tables is not None
+
+    def await_rows(self, version: int) -> RowPrefetch | None:
+        """Waits until all partitions have rows of that version, also those of other members. Returns those that the
+        script has announced."""
+        if not self._looks_up_rows:
+            return None
+        trainer, upcoming, answer = self._trainer, self._upcoming, ExchangeResult()
+        self._upcoming = None
+        ahead = trainer.pushes.prefetch_rows(version, upcoming)
+        with self._session.wait_registry.over(lambda: f"version {version} of the rows: {explain(answer)}"):
+            while True:
+                pull = PullSpec(version, exactly=True, wait_ms=SLICE_MS, values=False)
+                answer = trainer.router.pull_rows(pull, ahead)
+                if not answer.missing:
+                    return answer.ahead
+                self._session.check_waiting()
+                self.check_group()
 
     def _push(
         self, name: PushName, sending: StepInput | None, upcoming: Upcoming | None, pull: PullSpec | None
     ) -> ExchangeResult:
+        if pull is not None:
+            self._upcoming = upcoming
         with while_newest():
-            return super()._push(name, sending, upcoming, pull)
+            return super()._push(name, sending, None, pull)
 
     # ---- the end of the data
 

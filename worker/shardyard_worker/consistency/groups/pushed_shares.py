@@ -23,8 +23,10 @@ from shardyard_worker.replicas.buffer_means import BufferMeans
 from shardyard_worker.replicas.collectives import Collectives
 from shardyard_worker.replicas.default_group import CollectiveGroup, DefaultGroup
 from shardyard_worker.replicas.group_store import GroupLost
+from shardyard_worker.replicas.row_shares import own_rows
 from shardyard_worker.sharding.served_shares import ServedShares
 from shardyard_worker.sharding.sharded_model import FullyShardedModel, ShardedModel, TensorParallelModel
+from shardyard_worker.training.table_binding import TakenRows
 from shardyard_worker.training.trainer import Trainer
 from shardyard_worker.training.variables import StepInput
 
@@ -118,6 +120,11 @@ class PushedTensors(_PushedShares):
         inside.wait(inside.most(lacks))
         if lacks.any():
             self._model.compare_next()
+
+    def _given_rows(self, sending: StepInput) -> TakenRows | None:
+        """All members have the same gradients of rows."""
+        assert self._collectives is not None
+        return own_rows(sending.rows, self._trainer.partitions_at[self._collectives.place])
 
     def _compute(self, inside: Collectives, inputs: Sequence[Any], target: Any, weight: float) -> float:
         if self._model.is_to_compare:

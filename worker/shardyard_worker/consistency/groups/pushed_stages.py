@@ -48,3 +48,9 @@ class PushedStages(PushedParts):
         for at in self._pipeline.replica.places:
             found[at] = sending.tensors[at]
         return found
+
+    @property
+    def _looks_up_rows(self) -> bool:
+        """The other workers look up nothing."""
+        inside = self._collectives
+        return super()._looks_up_rows and inside is not None and inside.place == self._pipeline.place_of_tables

@@ -30,7 +30,7 @@ from shardyard.domain.ids import Rank
 from shardyard.domain.push_names import PushName
 from shardyard.domain.replica_groups import ReplicaGroup
 from shardyard.runtime.malloc import give_back_freed
-from shardyard_worker.consistency.groups.computed_together import ComputedTogether, square_norm
+from shardyard_worker.consistency.groups.computed_together import ComputedTogether, has_odd_rows, square_norm
 from shardyard_worker.consistency.groups.replica_strategy import RankWork, ReplicaStrategy
 from shardyard_worker.exchange.fan_out import MapChanged
 from shardyard_worker.exchange.requests import ExchangeResult, PullSpec
@@ -277,7 +277,7 @@ class SpreadStrategy(ComputedTogether, ReplicaStrategy):
     def _report(self, facts: Sequence[float], collectives: Collectives, last: RankWork, gradients: Gradients) -> None:
         """One member reports which work is not finite, before rows are pushed empty (rule A4)."""
         odd = facts[FACTS : FACTS + collectives.size]
-        name, sending = next((each for each in self._rows if has_odd_rows(each)), last)
+        name, sending = next((each for each in self._rows if has_odd_rows(each[1])), last)
         if collectives.place == odd.index(max(odd)) and sending is not None:
             assert self.versions.current is not None
             self._trainer.pushes.may_count(name, self._reported(sending, gradients), self.versions.current)
@@ -329,7 +329,7 @@ class SpreadStrategy(ComputedTogether, ReplicaStrategy):
         norm = square_norm(self._apart(tensors, members))
         if members.beside.place == 0:
             said[SQUARE_NORM] = norm
-        are_rows_odd = any(map(has_odd_rows, self._rows))
+        are_rows_odd = any(has_odd_rows(each) for _, each in self._rows)
         if are_rows_odd or not math.isfinite(norm):
             # most often because of the rows or the loss of a batch, whose member reports it
             said[ODD] = said[FACTS + place] = 1.0 + (are_rows_odd or self._has_odd_loss)
@@ -382,9 +382,3 @@ class SpreadStrategy(ComputedTogether, ReplicaStrategy):
         for place, each in zip(self.replica.places, gradients.tensors, strict=False):
             tensors[place] = each
         return replace(sending, tensors=tensors)
-
-
-def has_odd_rows(work: RankWork) -> bool:
-    """Whether gradients of its rows are not finite."""
-    rows = None if work[1] is None else work[1].rows
-    return rows is not None and not all(bool(each.isfinite().all()) for each in rows.tensors)
