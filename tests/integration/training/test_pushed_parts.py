@@ -60,6 +60,7 @@ def start(probes: Probes, workers: int, *given: str, **common: Any) -> Started:
     return [probes.start(*given, **common) for _ in range(workers)]
 
 
+@pytest.mark.long("2-pipeline", "1-sharded", "2-tensor")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_losses_are_those_of_one_process(yard: LocalCluster, probes: Probes, replicas: int, strategy: str) -> None:
@@ -96,7 +97,7 @@ def test_gradient_is_clipped_by_the_norm_over_all_parts(
     )
 
 
-@pytest.mark.long("pipeline-1-frozen", "pipeline-0-killed", "sharded-1-killed", "tensor-0-killed", "rows-1")
+@pytest.mark.long("pipeline-0-killed", "pipeline-1-rows", "sharded-rows", "tensor-1-frozen")
 @pytest.mark.parametrize(
     ("strategy", "place", "how", "with_rows"),
     [

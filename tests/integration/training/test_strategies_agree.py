@@ -15,6 +15,9 @@ from tests.support.yards import SCRIPTS, Script, running_yard
 
 RANKS: Mapping[str, object] = {"consistency__mode": "sync", "consistency__logical_ranks": 4}
 ACCUMULATE = "accumulate"
+OF_SEVERAL = {"pipeline": "pipeline__stages", "tensor": "tensor__size", "sharded": "sharded__size"}
+"""What says how many workers have a part of the model each."""
+PUSHED: Mapping[str, Mapping[str, object]] = {"pipeline": {"pipeline__microbatches": 4}, "sharded": {}, "tensor": {}}
 STRATEGIES: Mapping[str, Mapping[str, object]] = {
     "parameter_server": RANKS,
     "central_storage": RANKS,
@@ -30,14 +33,6 @@ STRATEGIES: Mapping[str, Mapping[str, object]] = {
         "pipeline__stages": 2,
         "consistency__logical_ranks": 2,
     },
-    "pushed": {"strategy": "pipeline", "pipeline__microbatches": 4, "between": "parameter_server"},
-    "two-pushed": {
-        "strategy": "pipeline",
-        "pipeline__microbatches": 4,
-        "pipeline__stages": 2,
-        "between": "parameter_server",
-        "consistency__logical_ranks": 2,
-    },
     "two-sharded": {"strategy": "sharded", "sharded__size": 2, **RANKS},
     "two-tensor": {"strategy": "tensor", "tensor__size": 2, "consistency__logical_ranks": 2},
     # two batches a step
@@ -50,24 +45,31 @@ STRATEGIES: Mapping[str, Mapping[str, object]] = {
             "tensor": {},
         }.items()
     },
-    "accumulated-pushed": {
-        "strategy": "pipeline",
-        "pipeline__microbatches": 4,
-        "between": "parameter_server",
-        ACCUMULATE: 2,
+    # variables on the servers
+    **{
+        f"{prefix}pushed-{name}": {"strategy": name, "between": "parameter_server", **settings, **more}
+        for name, settings in PUSHED.items()
+        for prefix, more in {
+            "": {},
+            "two-": {OF_SEVERAL[name]: 2, "consistency__logical_ranks": 2},
+            "accumulated-": {ACCUMULATE: 2},
+        }.items()
     },
 }
-OF_SEVERAL = {"pipeline": "pipeline__stages", "tensor": "tensor__size"}
-"""What says how many workers have a part of the model each."""
 Taken = dict[int, list[tuple[float, list[int]]]]
+
+
+def needs_several(strategy: str) -> bool:
+    """Whether no worker has the whole model."""
+    return "pushed" in strategy or strategy.removeprefix("accumulated-") in ("pipeline", "tensor")
+
+
 CASES = [
     (model, strategy, processes)
     for model in equivalence.MODELS
     for strategy in STRATEGIES
     for processes in (1, 2, 4)
-    if (processes > 1 or strategy.removeprefix("accumulated-") not in (*OF_SEVERAL, "pushed"))
-    and (processes == 4 or not strategy.startswith("two-"))
-    and (model != "recommender" or not strategy.endswith("pushed"))  # it has tables
+    if (processes > 1 or not needs_several(strategy)) and (processes == 4 or not strategy.startswith("two-"))
 ]
 
 
@@ -97,9 +99,8 @@ def taken(
     """By step: the loss and the samples of each batch."""
     given = {"strategy": strategy, "workers_expected": processes, "checkpoint__url": "never", **STRATEGIES[strategy]}
     accumulate = int(str(given.pop(ACCUMULATE, 1)))
-    several = OF_SEVERAL.get(str(given["strategy"]))
-    if several is not None:
-        given.setdefault(several, processes)
+    if needs_several(strategy):
+        given.setdefault(OF_SEVERAL[str(given["strategy"])], processes)
     environment = {
         "SHARDYARD_JOB": f"{model}-{strategy.replace('_', '-')}-{processes}",
         "SHARDYARD_COORDINATOR": yard.coordinator,
@@ -133,7 +134,7 @@ def yard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 
 @pytest.mark.long(
     *("gpt-parameter_server-2", "recommender-multi_worker_mirrored-2", "recommender-sharded-2", "gpt-tensor-2"),
-    *("digits-accumulated-pipeline-2", "gpt-accumulated-pushed-2"),
+    *("digits-accumulated-pipeline-2", "recommender-pushed-pipeline-2", "gpt-accumulated-pushed-sharded-2"),
 )
 @pytest.mark.parametrize(("model", "strategy", "processes"), CASES)
 def test_losses_are_those_of_plain_torch(
