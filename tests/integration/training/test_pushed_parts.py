@@ -128,7 +128,7 @@ def test_promise_2_a_lost_part_costs_no_step(
     mode = "tensor-counts" if strategy == "tensor" else "stage-counts"
     given = [mode, "--samples", "48", "--epochs", "4", "--pause-ms", "20", "--accumulate", accumulate]
     if with_rows:
-        given += ["--with-rows"]
+        given += ["--with-rows", *(["--look-ahead"] if how is signal.SIGKILL else [])]
     started = start(probes, 3, *given, **common)
     wait_for_any([script for script, _ in started], "computed 13")
     in_place = [any(f"has place {place} of 2" in line for line in script.lines) for script, _ in started]

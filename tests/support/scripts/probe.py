@@ -293,7 +293,8 @@ def train_stage_counts(job: sy.Job, options: argparse.Namespace) -> dict[str, ob
     computed = 0
     index = torch.arange(options.samples)
     data = TensorDataset(index, torch.zeros(options.samples))
-    for batch in job.batches(data, batch_size=4, epochs=options.epochs, accumulate=options.accumulate):
+    ahead = {"look_ahead": lambda batch: {model.rows: batch[0] * 1_000_003}} if options.look_ahead else {}
+    for batch in job.batches(data, batch_size=4, epochs=options.epochs, accumulate=options.accumulate, **ahead):
         time.sleep(options.pause_ms / 1000)
         job.train_step(*batch)
         computed += 1
