@@ -73,11 +73,12 @@ def job_settings(plan: Plan) -> dict[str, object]:
         stages = plan.parts * (2 if plan.schedule.is_looped else 1)
         parts = {"job.pipeline.stages": plan.parts, "job.pipeline.cut": CUTS[stages]}
         parts["job.pipeline.schedule"] = plan.schedule.value
-        parts["job.between"] = "parameter_server" if plan.pushes else "all_reduce"
     elif plan.strategy is Strategy.TENSOR:
         parts = {"job.tensor.size": plan.parts}
-    elif plan.strategy is Strategy.SHARDED and plan.replicas > 1:
+    elif plan.strategy is Strategy.SHARDED and plan.parts > 1:
         parts = {"job.sharded.size": plan.parts}
+    if plan.strategy.is_spread:
+        parts["job.between"] = "parameter_server" if plan.pushes else "all_reduce"
     return {
         "job.strategy": plan.strategy.value,
         "job.durability": "wal" if plan.wal else "checkpoint",
@@ -98,8 +99,7 @@ def script_arguments(plan: Plan, out: Path) -> list[str]:
     options = [text for name, number in numbers.items() for text in (f"--{name}", str(number))]
     chosen = {"tables": plan.tables, "forgetful": plan.forgetful, "look-ahead": plan.looks_ahead}
     chosen |= {"train-step": plan.strategy.is_spread}
-    # a pipeline normalizes over micro-batches, and its stages draw random numbers of their own
-    chosen |= {"double": plan.has_values, "plain": plan.strategy is Strategy.PIPELINE}
+    chosen |= {"double": plan.has_values, "plain": plan.is_plain}
     options += [f"--{name}" for name in chosen if chosen[name]]
     return [str(SCRIPTS / "digits.py"), str(out), *options]
 

@@ -64,7 +64,7 @@ EXPECTED_ENDINGS = tuple(
 off for longer than its patience; a server, since its log's disk was full."""
 
 
-Blocks = dict[tuple[int, int, str], Array]
+Blocks = dict[tuple[int, str], Array]
 """By partition and number of a block: its values and the optimizer's state."""
 
 
@@ -159,13 +159,13 @@ def wrong(counts: object) -> Mapping[int, float]:
 
 
 def blocks_of(library: CheckpointLibrary, manifest: Manifest) -> Blocks:
-    """By their variable and offset: which partition has them depends on the strategy."""
-    found: Blocks = {}
+    """Joined, by their variable: how it is cut, and which partition has them, depends on the strategy."""
+    pieces: dict[tuple[int, str], dict[int, Array]] = {}
     for part in manifest.layout.partitions:
         for place, block in zip(part.blocks, load_partition(library, manifest, part.partition).blocks, strict=True):
             for name, values in {"values": block.values, **block.slots}.items():
-                found[place.variable, place.offset, name] = np.array(values)
-    return found
+                pieces.setdefault((place.variable, name), {})[place.offset] = np.array(values)
+    return {key: np.concatenate([found[offset] for offset in sorted(found)]) for key, found in pieces.items()}
 
 
 def check_values(found: Blocks, wanted: Blocks) -> None:
@@ -207,7 +207,7 @@ class Undisturbed:
         return blocks_of(*self._end(plan))
 
     def _end(self, plan: Plan) -> tuple[CheckpointLibrary, Manifest]:
-        key = plan.logical_ranks, plan.partitions, plan.tables, plan.has_values, plan.strategy is Strategy.PIPELINE
+        key = plan.logical_ranks, plan.partitions, plan.tables, plan.has_values, plan.is_plain
         if key not in self._ends:
             url = self.run(plan, self._folder / "-".join(map(str, key)))
             library = CheckpointLibrary(open_storage(url))

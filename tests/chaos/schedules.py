@@ -176,7 +176,7 @@ class Plan:
     whose wall clocks jump. `tables`: the model has embedding tables, whose rows a synchronous job in `hybrid` mode
     updates as they come; `looks_ahead`: the script says which rows it will look up; `forgetful`: one of the tables
     admits ids late, and its rows expire. `parts`: how many workers have a part of the model each; `replicas`: how many
-    times, side by side; `schedule`: of a pipeline; `pushes`: its variables are on the servers."""
+    times, side by side; `schedule`: of a pipeline; `pushes`: what workers have parts of is on the servers."""
 
     sync: bool
     wal: bool
@@ -204,6 +204,12 @@ class Plan:
     def has_bits(self) -> bool:
         """Whether the bits at the end are those of the same job, run undisturbed by one process."""
         return self.sync and not self.hybrid and not self.has_values
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the model has no BatchNorm and Dropout. Several workers compute parts of a batch: they normalize over
+        these, and draw random numbers of their own."""
+        return self.strategy is Strategy.PIPELINE or (self.strategy is Strategy.SHARDED and self.pushes)
 
     @property
     def has_values(self) -> bool:
@@ -398,12 +404,12 @@ def _with_strategy(plan: Plan, strategy: Strategy, chance: random.Random) -> Pla
     plan = replace(plan, parts=parts, schedule=chance.choice(schedules))
     if plan.parts == 2 and random.Random(f"{plan} replicas").random() < 0.5:
         plan = replace(plan, replicas=2, workers=3)
+    ranks = replace(plan, logical_ranks=plan.replicas)
+    if random.Random(f"{ranks} servers").random() < 0.5:
+        return replace(ranks, pushes=True, wal=logs)
     if strategy is Strategy.SHARDED:
         return replace(plan, logical_ranks=4) if plan.replicas > 1 else replace(plan, parts=1)
-    plan = replace(plan, logical_ranks=plan.replicas)
-    if strategy is Strategy.PIPELINE and random.Random(f"{plan} servers").random() < 0.5:
-        plan = replace(plan, pushes=True, wal=logs)
-    return plan
+    return ranks
 
 
 def _plan(seed: int) -> Plan:

@@ -166,6 +166,7 @@ def test_each_strategy_meets_every_kind_of_fault() -> None:
         waits = {plan.workers + 1 > max(plan.parts * plan.replicas, plan.logical_ranks) for plan in plans}
         assert {plan.replicas for plan in plans} == ({1, 2} if strategy.is_spread else {1})
         assert waits == {True, False} or not strategy.is_spread, "whether a worker waits in reserve"
+        assert {plan.pushes for plan in plans} == {False, strategy.is_spread}
     turns = {(seed % len(STRATEGIES), dealt(seed // len(STRATEGIES))) for seed in range(SEEDS)}
     assert len(turns) == SEEDS
     assert {kind for turn in range(EIGHT) for kind in dealt(turn)} == {name for name, _ in DECK}

@@ -138,6 +138,25 @@ def test_promise_2_a_lost_part_costs_no_step(
         assert finish(script, out)["counts"] == [[4.0] * 48] * (2 + with_rows)
 
 
+@pytest.mark.long("tensor")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_losses_are_those_of_one_process_after_a_loss(
+    yard: LocalCluster, probes: Probes, tmp_path: Path, strategy: str
+) -> None:
+    """The others have trained before it. A newcomer's model is compared with the whole one again, if it is cut."""
+    given = ("stages", "--samples", "200", "--epochs", "2")
+    wanted = probes.run(*given, **alone(yard, f"replaced-{strategy}-alone", 1))["losses"]
+    common = settings(yard, f"replaced-{strategy}", strategy=strategy, job__checkpoint__url="never")
+    started = start(probes, 3, *given, "--hold-at", "13", "--hold", str(tmp_path / "go"), **common)
+    wait_for_any([script for script, _ in started], "computed 13")
+    in_place = [any("has place 0 of 2" in line for line in script.lines) for script, _ in started]
+    victim, _ = started.pop(in_place.index(True))
+    victim.process.send_signal(signal.SIGKILL)
+    (tmp_path / "go").touch()
+    for script, out in started:
+        assert finish(script, out)["losses"][-30:] == pytest.approx(wanted[-30:], rel=1e-5)
+
+
 @pytest.mark.long("pipeline")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_step_with_rows_that_are_not_finite_changes_neither_rows_nor_variables(

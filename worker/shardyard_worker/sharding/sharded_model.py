@@ -293,8 +293,7 @@ class TensorParallelModel(ShardedModel):
         """Gives the script's model the values of all members' shards. All members call it together."""
         self.make_room()
         for each, shard in zip(self._parameters, self.replica.shards, strict=True):
-            if shard.is_cut:
-                each.target.copy_(shard.cut.full_tensor())
+            each.target.copy_(shard.cut.full_tensor() if shard.is_cut else shard.local)
 
     @property
     def _cut_names(self) -> Collection[str]:
