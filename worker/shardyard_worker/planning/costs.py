@@ -62,8 +62,6 @@ def costs_of(model: PlannedModel, workers: int, servers: int) -> list[Cost]:
     stages = _in_replica(model, Strategy.PIPELINE, workers)
     shards = _in_replica(model, Strategy.SHARDED, workers)
     parts = _in_replica(model, Strategy.TENSOR, workers)
-    part = model.parameters - model.cut + model.cut // parts
-    is_whole = f"{model.optimizer} needs whole parameters" if model.optimizer in WHOLE_VARIABLES else ""
     refused = "job.clip.norm is of variables, and of rows on servers" if clips_rows else ""
     return [
         Cost(
@@ -73,37 +71,59 @@ def costs_of(model: PlannedModel, workers: int, servers: int) -> list[Cost]:
         Cost(Strategy.MIRRORED, mirrored, stored, 0, refused),
         Cost(Strategy.MULTI_WORKER_MIRRORED, mirrored, stored, _all_reduced(gradients, workers), refused),
         _of_pipeline(model, workers, stages, stored, refused),
-        # a shard of everything; when the data ends, the whole model, and a shard of its values and the state;
-        # parameters are gathered twice
-        Cost(
-            Strategy.SHARDED,
-            model.fixed
-            + model.buffers
-            + (model.parameters + _sums(gradients, workers, shards) + model.state) // shards
-            + max(gradients // shards, model.parameters),
-            stored,
-            6 * gradients * (shards - 1) // shards + _all_reduced(gradients // shards, workers // shards),
-            refused or is_whole,
-        ),
-        # layers that are cut are in the workers in parts, with their gradients and state; when the data ends, whole too
-        Cost(
-            Strategy.TENSOR,
-            model.fixed
-            + model.buffers
-            + part
-            + _sums(part, workers, parts)
-            + max(part, model.cut)
-            + model.state * part // max(1, model.parameters),
-            stored,
-            None,
-            refused or is_whole or model.uncut,
-        ),
+        _of_shards(model, workers, shards, stored, refused, busiest),
+        _of_parts(model, workers, parts, stored, refused),
     ]
+
+
+def _of_shards(model: PlannedModel, workers: int, shards: int, stored: int, refused: str, served: int) -> Cost:
+    """`served`: bytes at the busiest machine if each worker pushes whole gradients."""
+    parameters, gradients = model.parameters, model.parameters
+    gathered, is_whole = 6 * gradients * (shards - 1) // shards, _needs_whole(model)
+    if _pushes(model, Strategy.SHARDED):
+        worker, servers = _with_values_on_servers(model, parameters // shards, shards, workers, stored)
+        busiest = max(gathered + 2 * parameters // shards, served // shards)
+        return Cost(Strategy.SHARDED, worker, servers, busiest, is_whole)
+    # a shard of everything; when the data ends, the whole model, and a shard of its values and the state; parameters
+    # are gathered twice
+    worker = model.fixed + model.buffers + (parameters + _sums(gradients, workers, shards) + model.state) // shards
+    worker += max(gradients // shards, parameters)
+    busiest = gathered + _all_reduced(gradients // shards, workers // shards)
+    return Cost(Strategy.SHARDED, worker, stored, busiest, refused or is_whole)
+
+
+def _of_parts(model: PlannedModel, workers: int, parts: int, stored: int, refused: str) -> Cost:
+    part, uncut = model.parameters - model.cut + model.cut // parts, _needs_whole(model) or model.uncut
+    if _pushes(model, Strategy.TENSOR):
+        worker, servers = _with_values_on_servers(model, part, parts, workers, stored)
+        return Cost(Strategy.TENSOR, worker, servers, None, uncut)
+    # layers that are cut are in the workers in parts, with their gradients and state; when the data ends, whole too
+    worker = model.fixed + model.buffers + part + _sums(part, workers, parts) + max(part, model.cut)
+    worker += model.state * part // max(1, model.parameters)
+    return Cost(Strategy.TENSOR, worker, stored, None, refused or uncut)
+
+
+def _needs_whole(model: PlannedModel) -> str:
+    return f"{model.optimizer} needs whole parameters" if model.optimizer in WHOLE_VARIABLES else ""
+
+
+def _pushes(model: PlannedModel, strategy: Strategy) -> bool:
+    """Whether the job's replicas push their gradients to servers, under this strategy."""
+    return model.settings.strategy is strategy and not model.settings.has_replicas
+
+
+def _with_values_on_servers(model: PlannedModel, part: int, shares: int, workers: int, stored: int) -> tuple[int, int]:
+    """Memory of a worker, and of all servers. The worker has values and gradients of its part, and what travels of its
+    share; when the data ends, the whole model, and its values as they come. Servers keep a step's gradients of all
+    ranks."""
+    share = model.parameters // shares
+    worker = model.fixed + model.buffers + max(2 * part + 2 * share, 2 * model.parameters)
+    return worker, stored + model.parameters * (workers // shares)
 
 
 def _of_pipeline(model: PlannedModel, workers: int, stages: int, stored: int, refused: str) -> Cost:
     parameters, gradients, own = model.parameters, model.parameters, model.fixed + model.buffers
-    if model.settings.strategy is Strategy.PIPELINE and not model.settings.has_replicas:
+    if _pushes(model, Strategy.PIPELINE):
         # of its stage the values, as they come from servers too, and the gradients; when the data ends, the whole model
         worker = own + max((2 * parameters + gradients) // stages, 2 * parameters)
         return Cost(Strategy.PIPELINE, worker, stored + gradients * (workers // stages), None)

@@ -71,6 +71,17 @@ def test_workers_that_push_their_stages_have_no_optimizer_state() -> None:
     assert (cost.worker, cost.servers) == (2 * 4_000, 3 * 4_000 + 8_000 + 2 * 4_000)
 
 
+def test_workers_that_push_shares_have_no_optimizer_state() -> None:
+    model = replace(model_of(40_000, state=80_000), cut=40_000)
+    for strategy, size in ((Strategy.SHARDED, {"sharded": {"size": 4}}), (Strategy.TENSOR, {"tensor": {"size": 4}})):
+        pushes = JobSettings(strategy=strategy, between=Between.PARAMETER_SERVER, workers_expected=8, **size)
+        found = costs_of(replace(model, settings=pushes), workers=8, servers=1)
+        cost = next(each for each in found if each.strategy is strategy)
+        assert (cost.worker, cost.servers) == (2 * 40_000, 3 * 40_000 + 80_000 + 2 * 40_000)
+        if strategy is Strategy.SHARDED:
+            assert cost.busiest == 6 * 40_000 * 3 // 4 + 2 * 40_000 // 4
+
+
 def test_strategies_that_cut_say_what_they_cannot_cut() -> None:
     refused = {cost.strategy: cost.refused for cost in costs_of(replace(model_of(4_000), uncut="nothing"), 4, 1)}
     assert (refused[Strategy.SHARDED], refused[Strategy.TENSOR]) == ("", "nothing")
