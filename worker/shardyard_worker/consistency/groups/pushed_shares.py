@@ -117,7 +117,8 @@ class PushedTensors(_PushedShares):
     def _begin_runs(self, inside: Collectives) -> None:
         """A model that was not compared with the whole one is, also in members that have compared it."""
         lacks = torch.tensor([not self._model.was_compared], dtype=torch.int64)
-        inside.wait(inside.most(lacks))
+        with self._session.wait_registry.over(lambda: "the other workers of this replica, to compare models"):
+            inside.wait(inside.most(lacks))
         if lacks.any():
             self._model.compare_next()
 
