@@ -232,6 +232,11 @@ class Rules:
                 return rule.codec
         return NONE
 
+    @property
+    def has_feedback(self) -> bool:
+        """Whether some codec keeps what it did not send."""
+        return any(rule.codec.has_feedback for rule in self.rules)
+
     def keep_feedback(self, variables: Iterable[VariableSpec]) -> bool:
         """Whether any of the variables has a codec with error feedback."""
         return any(self.codec_for(variable).has_feedback for variable in variables)

@@ -317,9 +317,15 @@ class JobSettings(Section):
                 " together",
                 "sharded.size auto",
             )
+        if self.compression.push_rules.has_feedback:
+            raise impossible(
+                ("between", "compression.push"),
+                "compression.push bf16, fp16, qsgd or none with between parameter_server: other codecs keep a residual,"
+                " and a worker's part of the variables changes",
+                f"compression.push {self.compression.push}",
+            )
         for name, found, wanted in (
             ("consistency.backup_workers", self.consistency.backup_workers, 0),
-            ("compression.push", self.compression.push_rules.compresses, False),
             ("all_reduce", self.all_reduce.value, AllReduce.WHOLE.value),
         ):
             if found != wanted:

@@ -77,6 +77,19 @@ def test_losses_are_those_of_one_process(yard: LocalCluster, probes: Probes, rep
     assert len({result["digest"] for result in results}) == 1, "all have the whole model at the end"
 
 
+@pytest.mark.long("sharded")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_are_compressed(yard: LocalCluster, probes: Probes, strategy: str) -> None:
+    """And values too."""
+    wanted = probes.run("stages", *options(1), **alone(yard, f"whole-{strategy}", 1))["losses"]
+    common = settings(yard, f"compressed-{strategy}", strategy=strategy, job__compression__whole_elements_max=0)
+    common |= {"job__compression__push": "bf16", "job__compression__pull": "bf16"}
+    for script, out in start(probes, 2, "stages", *options(1), **common):
+        losses = finish(script, out)["losses"]
+        assert losses == pytest.approx(wanted, rel=0.05)
+        assert losses[5:] != pytest.approx(wanted[5:], rel=1e-5)
+
+
 @pytest.mark.long("tensor-2", "sharded-1")
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("strategy", STRATEGIES)

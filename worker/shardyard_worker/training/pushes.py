@@ -44,6 +44,8 @@ PUSHES_PER_RESIDUAL = 64
 class PushBuilder:
     """Builds one push at a time, in the thread that trains."""
 
+    _listener: Listener
+
     def __init__(self, link: ServerLink, values: ValueLoader, copies: DeviceCopies | None) -> None:
         """Raises ConfigurationError."""
         self._link = link
@@ -54,15 +56,7 @@ class PushBuilder:
         self.feedback: ErrorFeedback | None = None
         self._checkpointer: ResidualCheckpointer | None = None
         rules = session.job_settings.compression.push_rules
-        if rules.compresses:
-            self.feedback = ErrorFeedback(
-                session.job_settings.compression,
-                link.layout,
-                seed=session.seed,
-                worker=session.caller.incarnation,
-                copies=copies,
-                devices=[variable.target.device for variable in link.variables],
-            )
+        self.use_layout(copies)
         self.clipper = self._make_clipper()
         if self.feedback is not None and rules.keep_feedback(link.layout.variables):
             self._checkpointer = ResidualCheckpointer(session, self.feedback, link.layout)
@@ -72,6 +66,19 @@ class PushBuilder:
         self._nonfinite = NonFiniteCheck(
             session, link.layout, lambda pause_ms: link.router.pause(pause_ms), on_host=on_host
         )
+
+    def use_layout(self, copies: DeviceCopies | None) -> None:
+        """From now on pushes are of the link's layout. Nothing is left of a residual."""
+        link, session = self._link, self._session
+        if session.job_settings.compression.push_rules.compresses:
+            self.feedback = ErrorFeedback(
+                session.job_settings.compression,
+                link.layout,
+                seed=session.seed,
+                worker=session.caller.incarnation,
+                copies=copies,
+                devices=[variable.target.device for variable in link.variables],
+            )
 
     def close(self) -> None:
         if self._checkpointer is not None:

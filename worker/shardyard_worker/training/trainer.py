@@ -203,6 +203,7 @@ class Trainer:
             link.layout = self._shares.layout_at(place, self._layout, self.partitions_at[place])
             indices = self._shares.indices_at(place)
         self.values.load_only(indices)
+        self.pushes.use_layout(self._copies())
         self._connect_again(keeps=False)
 
     @property
