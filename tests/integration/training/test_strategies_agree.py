@@ -80,7 +80,7 @@ def plain(model: str, steps: list[list[int]]) -> list[float]:
     module = equivalence.made(model, lambda: table)
     rows = {id(parameter) for parameter in table.parameters()}
     dense = equivalence.optimizer_of([each for each in module.parameters() if id(each) not in rows])
-    sparse = torch.optim.Adagrad(table.parameters(), lr=0.1)
+    sparse = torch.optim.SGD(table.parameters(), lr=0.5)
     *inputs, target = equivalence.data_of(model)
     losses = []
     for samples in steps:

@@ -55,7 +55,7 @@ def gpt() -> torch.nn.Module:
 
 
 def rows_of_servers() -> torch.nn.Module:
-    return sy.Embedding(DIM, table="ids", optimizer=sy.tables.Adagrad(lr=0.1), initial=sy.tables.zeros())
+    return sy.Embedding(DIM, table="ids", optimizer=sy.tables.SGD(lr=0.5), initial=sy.tables.zeros())
 
 
 def data_of(name: str) -> tuple[torch.Tensor, ...]:

@@ -256,7 +256,8 @@ class PushedParts(ComputedTogether):
 
     def await_rows(self, version: int) -> RowPrefetch | None:
         """Waits until all partitions have rows of that version, also those of other members. Returns those that the
-        script has announced."""
+        script has announced. A look-up would wait too, but would not notice that a member is lost before its push.
+        Raises GroupLost."""
         if not self._looks_up_rows:
             return None
         trainer, upcoming, answer = self._trainer, self._upcoming, ExchangeResult()
