@@ -167,6 +167,7 @@ class PushedParts(ComputedTogether):
         self.ranks.held = {}
         self.versions.current = None
         self._is_to_leave = False
+        self._upcoming = None
         self._lost, self._has_run = None, False
         self._forget_step()
         self._end_runs()
