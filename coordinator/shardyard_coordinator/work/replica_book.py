@@ -207,6 +207,8 @@ class ReplicaBook:
     def waits_for(self, living: Collection[Incarnation]) -> str:
         """What the next group waits for, in words."""
         late = [each for each in self.group.members if each in living and each not in self._asking]
+        if late and not self.lacks_a_member(living) and not self.has_room(living):
+            return f"a place in a replica, in reserve: {len(late)} other workers have them all"
         if late:
             return f"the workers {', '.join(map(str, late[:8]))} of the group before to end their step"
         return f"other workers: {len(self._asking)} of {max(self._workers_expected, self._replica_size or 1)} are here"

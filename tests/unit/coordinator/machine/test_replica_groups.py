@@ -54,7 +54,8 @@ class Yard(MachineYard):
         spec = OptimizerSpec("sgd", (make_group("sgd", {"lr": 1.0}),))
         variables = tuple(VariableSpec(name, DType.FLOAT64, (8,)) for name in "vw")
         self.registered = events.VariablesRegistered(self.first, variables, spec, tables)
-        self.open_job(self.first, variables, spec, tables, (0, 1) if between is Between.PARAMETER_SERVER else ())
+        pushes_stages = between is Between.PARAMETER_SERVER and strategy is Strategy.PIPELINE
+        self.open_job(self.first, variables, spec, tables, (0, 1) if pushes_stages else ())
 
     def hire(self, host: str = "box") -> Caller:
         return self.join_as(self.register(MemberRole.WORKER, host=host), self.settings)
@@ -472,6 +473,19 @@ def test_rule_d10_lost_stages_send_nobody_back() -> None:
     assert effects.RestorePartitions not in yard.latest
 
 
+def test_worker_in_reserve_is_told_that_it_is() -> None:
+    yard = yard_of_pushes()
+    yard.form(yard.first, yard.second)
+    third = yard.hire()
+    answer = yard.handle(events.ReplicaGroupAsked(third, 0, None))
+    assert isinstance(answer, effects.ReplicaGroupAnswer)
+    assert answer.waiting_for == "a place in a replica, in reserve: 2 other workers have them all"
+    yard.kill(yard.second.incarnation)
+    answer = yard.handle(events.ReplicaGroupAsked(third, 0, None))
+    assert isinstance(answer, effects.ReplicaGroupAnswer)
+    assert answer.waiting_for == f"the workers {yard.first.incarnation} of the group before to end their step"
+
+
 def test_rule_d10_members_keep_their_stages() -> None:
     yard = yard_of_pushes()
     yard.form(yard.first, yard.second)
@@ -501,3 +515,12 @@ def test_variables_have_places_in_a_pipeline_that_pushes(places: tuple[int, ...]
         yard.handle(replace(yard.registered, places=places))
     with pytest.raises(errors.InvalidRequest, match="of 2 variables"):
         Yard().handle(replace(Yard().registered, places=(0, 1)))
+
+
+def test_layout_of_shares_has_no_places() -> None:
+    """Each worker of a sharded replica pushes a share of every variable, and partitions have shares of one worker."""
+    yard = Yard(strategy=Strategy.TENSOR, ranks=1, between=Between.PARAMETER_SERVER)
+    layout = yard.state.deployment.layout
+    assert layout is not None
+    found = [{(block.variable, block.offset // 4) for block in part.blocks} for part in layout.partitions]
+    assert found == [{(0, 0), (1, 0)}, {(0, 1), (1, 1)}]
