@@ -1,5 +1,5 @@
-"""Batches that are computed by several workers together, a part of the model in each: the base of `spread` and of
-`pushed_stages`.
+"""Batches that are computed by several workers together, a part of the model in each: the base of `spread`, of
+`pushed_stages` and of `pushed_async`.
 
 `run` computes gradients together with the other members of this worker's replica, and leaves each with those of its own
 variables.
@@ -10,8 +10,8 @@ Owns: what was computed of the step at hand. Must not know: how gradients are co
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,11 +22,17 @@ from shardyard_worker.consistency.groups.group_strategy import GroupStrategy
 from shardyard_worker.replicas.collectives import Collectives
 from shardyard_worker.replicas.group_store import GroupLost
 from shardyard_worker.replicas.spread_model import SpreadModel
+from shardyard_worker.session.session import Session
 from shardyard_worker.training.table_binding import Upcoming
 from shardyard_worker.training.variables import StepInput
 
 
-class ComputedTogether(GroupStrategy):
+class RunsTogether(ABC):
+    """What a strategy is besides, whose workers compute each batch together."""
+
+    weight_of_batch: Callable[[], float | None]
+    """The share of the batch at hand in the samples of its work; None: no work is at hand."""
+    _session: Session
     _model: SpreadModel
     """What this worker has a part of."""
     _lost: GroupLost | None = None
@@ -51,10 +57,19 @@ class ComputedTogether(GroupStrategy):
     def _inside(self) -> Collectives | None:
         """Those of this worker's replica. None: it has no place."""
 
+    @property
+    @abstractmethod
+    def _at_hand(self) -> str:
+        """The work whose gradients are computed, in words."""
+
+    def _weight_at_hand(self) -> float | None:
+        """The weight of the batch at hand in the gradients of its work; None: no work is at hand."""
+        return self.weight_of_batch()
+
     def run(self, inputs: Sequence[Any], target: Any, accumulate: int) -> None:
         """Computes the gradients of a batch with the other members. A rank's part of a step has `accumulate` batches.
         Raises InvalidRequest, UnsupportedModel. If a member is lost, `contribute` says so."""
-        step, weight = self.versions.current, self.weight_of_batch()
+        at_hand, weight = self._at_hand, self._weight_at_hand()
         if self._inside is None:
             raise InvalidRequest("job.train_step without a place in the group", todo="call it for each batch")
         if weight is None:
@@ -67,7 +82,7 @@ class ComputedTogether(GroupStrategy):
         self._accumulate = accumulate
         if self._lost is None:
             try:
-                with self._session.wait_registry.over(lambda: f"step {step} of the other members"):
+                with self._session.wait_registry.over(lambda: f"{at_hand} of the other members"):
                     self._own_loss = self._run(inputs, target, weight)
             except GroupLost as error:
                 self._lost = error
@@ -83,10 +98,10 @@ class ComputedTogether(GroupStrategy):
 
     def loss_before_step(self) -> float:
         """Of the last batch, after which others follow in the step; NaN if a member is lost."""
-        inside, step = self._inside, self.versions.current
+        inside, at_hand = self._inside, self._at_hand
         if inside is not None and self._lost is None:
             try:
-                with self._session.wait_registry.over(lambda: f"step {step} of the other members"):
+                with self._session.wait_registry.over(lambda: f"{at_hand} of the other members"):
                     return self._loss_of_batch(inside)
             except GroupLost as error:
                 self._lost = error
@@ -98,13 +113,31 @@ class ComputedTogether(GroupStrategy):
         inside.wait(inside.sum(found))
         return float(found)
 
-    def contribute(self, name: PushName | None, sending: StepInput | None, upcoming: Upcoming | None = None) -> None:
-        if sending is not None and not self._has_run:
+    def _check_has_run(self) -> None:
+        """Raises InvalidRequest if no gradients of the work at hand were computed."""
+        if not self._has_run:
             raise InvalidRequest(
                 f"optimizer.step() in a job whose job.strategy is {self._model.strategy.value}",
                 why="a worker has the gradients of its own variables only, after it has computed with the others",
                 todo="call job.train_step(x, y), which computes the loss and takes the step",
             )
+
+    def _forget_step(self) -> None:
+        """Nothing was computed of the step at hand."""
+        self._passes, self._weight, self._has_odd_loss = 0, 0.0, False
+        self._model.drop_gradients()
+
+
+class ComputedTogether(RunsTogether, GroupStrategy):
+    """Of synchronous steps."""
+
+    @property
+    def _at_hand(self) -> str:
+        return f"step {self.versions.current}"
+
+    def contribute(self, name: PushName | None, sending: StepInput | None, upcoming: Upcoming | None = None) -> None:
+        if sending is not None:
+            self._check_has_run()
         self.loss = float("nan")
         try:
             super().contribute(name, sending, upcoming)
@@ -114,11 +147,6 @@ class ComputedTogether(GroupStrategy):
     def drop(self) -> None:
         super().drop()
         self._forget_step()
-
-    def _forget_step(self) -> None:
-        """Nothing was computed of the step at hand."""
-        self._passes, self._weight, self._has_odd_loss = 0, 0.0, False
-        self._model.drop_gradients()
 
     def close(self) -> None:
         super().close()

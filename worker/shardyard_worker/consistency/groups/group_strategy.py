@@ -78,20 +78,16 @@ class GroupStrategy(SyncStrategy):
                 self._follow_map()
 
     def _ask(self) -> ReplicaGroup:
-        session = self._session
-        request = wire.JoinReplicaGroupRequest(
-            caller=common_messages.caller_to_wire(session.caller), left=self._left, step=self._step_of_replica
-        )
-        reply = session.ask(methods.JOIN_REPLICA_GROUP, request)
-        with session.wait_registry.over(lambda: f"the next replica group: {reply.waiting_for}"):
-            while reply.retry_ms:
-                self._trainer.router.pause(reply.retry_ms)
-                session.check_waiting()
-                if self._trainer.is_behind:
-                    self._trainer.follow_map()
-                    self.check_mode()
-                reply = session.ask(methods.JOIN_REPLICA_GROUP, request)
-        return lease_messages.replica_group_from_wire(reply.group)
+        found = next_group(self._trainer, self._left, self._step_of_replica, self._is_to_wait_on)
+        assert found is not None
+        return found
+
+    def _is_to_wait_on(self) -> bool:
+        """Raises ModeChanged."""
+        if self._trainer.is_behind:
+            self._trainer.follow_map()
+            self.check_mode()
+        return True
 
     @property
     def _step_of_replica(self) -> int | None:
@@ -133,3 +129,20 @@ class GroupStrategy(SyncStrategy):
 
     def close(self) -> None:
         self._leave_group()
+
+
+def next_group(trainer: Trainer, left: int, step: int | None, is_to_wait_on: Callable[[], bool]) -> ReplicaGroup | None:
+    """Asks for the group after number `left`, and waits until it is formed. `step`: that of this worker's variables;
+    None: they are on the servers, or it has no values yet. None once `is_to_wait_on`, which is called regularly,
+    returns False."""
+    session = trainer.session
+    request = wire.JoinReplicaGroupRequest(caller=common_messages.caller_to_wire(session.caller), left=left, step=step)
+    reply = session.ask(methods.JOIN_REPLICA_GROUP, request)
+    with session.wait_registry.over(lambda: f"the next replica group: {reply.waiting_for}"):
+        while reply.retry_ms:
+            trainer.router.pause(reply.retry_ms)
+            session.check_waiting()
+            if not is_to_wait_on():
+                return None
+            reply = session.ask(methods.JOIN_REPLICA_GROUP, request)
+    return lease_messages.replica_group_from_wire(reply.group)
