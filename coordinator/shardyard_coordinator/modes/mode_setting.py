@@ -208,6 +208,14 @@ def switched(
             f" a job with the model and {SETTING}={wanted.value}. Optimizer state and the position in the data start"
             " anew",
         )
+    if wanted is not before.mode and crosses and settings.strategy.uses_groups:
+        raise errors.InvalidRequest(
+            f"job {settings.name!r} runs in mode {before.mode.value} with strategy {settings.strategy.value},"
+            f" and cannot switch to {wanted.value}",
+            why="its workers compute together, in groups that are formed for one kind of updates",
+            todo="stop it (`shardyard stop`), order its last checkpoint (`shardyard checkpoint restore`), and start it"
+            f" with {SETTING}={wanted.value}",
+        )
     consistency = before.model_dump(mode="json") | {"mode": wanted.value}
     if staleness is not None:
         consistency["staleness"] = staleness

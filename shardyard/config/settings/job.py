@@ -268,13 +268,7 @@ class JobSettings(Section):
 
     @model_validator(mode="after")
     def _strategy_fits(self) -> Self:
-        mode = self.strategy.mode
-        if mode is not None and self.consistency.mode is not mode:
-            raise impossible(
-                ("strategy", "consistency.mode"),
-                f"consistency.mode {mode.value} with strategy {self.strategy.value}, whose workers take steps together",
-                f"consistency.mode {self.consistency.mode.value}",
-            )
+        self._mode_fits()
         if self.deterministic and self.all_reduce is not AllReduce.WHOLE:
             raise impossible(
                 ("deterministic", "all_reduce"),
@@ -307,6 +301,24 @@ class JobSettings(Section):
                     f"{name} {found}",
                 )
         return self
+
+    def _mode_fits(self) -> None:
+        mode, strategy = self.strategy.mode, self.strategy.value
+        if mode is None or self.consistency.mode is mode:
+            return
+        if self.strategy is not Strategy.PIPELINE or self.has_replicas:
+            raise impossible(
+                ("strategy", "consistency.mode"),
+                f"consistency.mode {mode.value} with strategy {strategy}, whose workers take steps together",
+                f"consistency.mode {self.consistency.mode.value}",
+            )
+        if self.consistency.mode is not ConsistencyMode.ASYNC:
+            raise impossible(
+                ("between", "consistency.mode"),
+                f"consistency.mode sync or async with strategy {strategy} and between {self.between.value}, where the"
+                " workers of a pipeline push under one name",
+                f"consistency.mode {self.consistency.mode.value}",
+            )
 
     def _pushes_fit(self) -> None:
         """Of a strategy whose workers push the gradients of their parts."""

@@ -7,6 +7,7 @@ from shardyard_worker.consistency.asynchronous import AsyncStrategy
 from shardyard_worker.consistency.backup_workers import BackupVersions
 from shardyard_worker.consistency.groups.mirrored import MirroredStrategy
 from shardyard_worker.consistency.groups.pipelined import PipelineStrategy
+from shardyard_worker.consistency.groups.pushed_async import PushedAsync
 from shardyard_worker.consistency.groups.pushed_shares import PushedShards, PushedTensors
 from shardyard_worker.consistency.groups.pushed_stages import PushedStages
 from shardyard_worker.consistency.groups.sharded import ShardedStrategy, TensorStrategy
@@ -28,7 +29,10 @@ def strategy_for(trainer: Trainer, replica: Replica | SpreadModel | None) -> Str
     if session.job_settings.strategy.uses_groups:
         match replica:
             case Pipeline():
-                return PipelineStrategy(trainer, replica) if has_replicas else PushedStages(trainer, replica)
+                if has_replicas:
+                    return PipelineStrategy(trainer, replica)
+                pushes_at_once = session.mode is UpdateMode.ASYNC
+                return PushedAsync(trainer, replica) if pushes_at_once else PushedStages(trainer, replica)
             case FullyShardedModel():
                 return ShardedStrategy(trainer, replica) if has_replicas else PushedShards(trainer, replica)
             case TensorParallelModel():

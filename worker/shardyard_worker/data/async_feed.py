@@ -34,7 +34,7 @@ log = logging.getLogger("shardyard.worker")
 
 
 @dataclass
-class _Shard:
+class DataShardAtHand:
     """The current data shard: its batches, and the one being computed. Those before `announce_until` are announced, and
     not read before their turn."""
 
@@ -48,7 +48,7 @@ class _Shard:
 
 class AsyncFeed(Feed):
     _strategy: AsyncStrategy
-    _shard: _Shard | None = None
+    _shard: DataShardAtHand | None = None
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -95,7 +95,7 @@ class AsyncFeed(Feed):
         reply = self._session.ask(methods.LEASE_DATA, request)
         with self._session.wait_registry.over(lambda: f"a data shard of feed {self._number}: {reply.wait.waiting_for}"):
             while reply.WhichOneof("answer") == "wait":
-                self._strategy.rest()
+                self._wait_for_lease()
                 if self._strategy.is_now_synchronous():
                     raise ModeChanged
                 self._trainer.router.pause(min(reply.wait.retry_ms, 1_000))
@@ -104,6 +104,10 @@ class AsyncFeed(Feed):
                     return None
                 reply = self._session.ask(methods.LEASE_DATA, request)
         return lease_messages.data_lease_from_wire(reply.lease) if reply.HasField("lease") else None
+
+    def _wait_for_lease(self) -> None:
+        """Called before each wait for a data shard."""
+        self._strategy.rest()
 
     def _lease_ahead(self) -> DataLease | None:
         """Leases another data shard before the end of the current one (rule A14). None if there is none now, or the
@@ -168,7 +172,9 @@ class AsyncFeed(Feed):
         pending: Work | None = None
         named_alike = self._seed(lease.source, 0)[:-1]
         self._early = {seed: each for seed, each in self._early.items() if seed[:-1] == named_alike}
-        self._shard = shard = _Shard(lease.source, samples, -(-len(samples) // size), lease.announce_until, lease.token)
+        self._shard = shard = DataShardAtHand(
+            lease.source, samples, -(-len(samples) // size), lease.announce_until, lease.token
+        )
         self._is_last = False
         for sequence in range(min(nexts), shard.batches):
             if self._session.drain.asked:
@@ -202,6 +208,7 @@ class AsyncFeed(Feed):
             self.work = Work(named, before + len(chosen), due, highest=max(nexts))
             self._trainer.accumulates = not due
             shard.sequence = sequence
+            self._begin_batch(lease, self.work)
             try:
                 yield self._fetch(self._seed(shard.source, sequence), chosen)
             except (GeneratorExit, KeyboardInterrupt):
@@ -217,7 +224,10 @@ class AsyncFeed(Feed):
         self.work = None
         self._close(lease)
 
-    def _announce(self, shard: _Shard, lease: DataLease, sequence: int, *, highest: int) -> bool:
+    def _begin_batch(self, lease: DataLease, work: Work) -> None:
+        """Called before each batch that is computed, the last of `work` so far."""
+
+    def _announce(self, shard: DataShardAtHand, lease: DataLease, sequence: int, *, highest: int) -> bool:
         """Announces a batch at which workers may have died (rule A13). Returns whether it counts. Raises LostWork,
         StaleToken."""
         self._strategy.finish_pushes()  # if this worker dies now, it is because of this batch, not an earlier one

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from shardyard.domain.consistency import UpdateMode
 from shardyard.wire import common_messages, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_worker.consistency.groups.pushed_async import PushedAsync
 from shardyard_worker.consistency.local_sgd import LocalRounds
 from shardyard_worker.consistency.strategy import Strategy
 from shardyard_worker.data.async_feed import AsyncFeed
 from shardyard_worker.data.dataset import Reader
 from shardyard_worker.data.feed import Feed, FeedSettings
+from shardyard_worker.data.led_feed import LedFeed
 from shardyard_worker.data.look_ahead import LookAhead
 from shardyard_worker.data.sync_feed import LocalFeed, SyncFeed
 from shardyard_worker.training.trainer import Trainer
@@ -40,8 +43,11 @@ def open_feed(
         fingerprint=reader.fingerprint(),
         **asdict(settings),
     )
-    opened = session.ask(methods.OPEN_FEED, request)
+    ask = partial(session.ask, methods.OPEN_FEED, request)
+    opened = ask()
     given: dict[str, Any] = {"number": number, "settings": settings, "opened": opened, "look_ahead": look_ahead}
+    if isinstance(strategy, PushedAsync):
+        return LedFeed(trainer, strategy, reader, ask=ask, **given)
     if session.mode is UpdateMode.ASYNC:
         return AsyncFeed(trainer, strategy, reader, **given)
     if local is None or end_round is None:

@@ -41,7 +41,7 @@ def open_batches(
     _refuse_nesting(loop)
     settings.check(in_order=reader.in_order)
     if isinstance(loop.replica, SpreadModel):
-        samples, ranks = reader.samples, loop.session.logical_ranks
+        samples, ranks = reader.samples, loop.session.logical_ranks or 1
         plan = EpochPlan(samples, settings.batch_size, ranks, settings.drop_last, settings.accumulate)
         loop.replica.check_batches(plan)
     own_steps = loop.own_steps or (0 if loop.local is None else loop.local.taken)

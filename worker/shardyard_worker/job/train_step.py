@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from shardyard.domain.errors import InvalidRequest
-from shardyard_worker.consistency.groups.computed_together import ComputedTogether
+from shardyard_worker.consistency.groups.computed_together import RunsTogether
+from shardyard_worker.consistency.groups.pushed_async import PushedAsync
 from shardyard_worker.consistency.groups.sharded import ShardedStrategy, TensorStrategy
 from shardyard_worker.job.prepare import JobOptimizer
 from shardyard_worker.job.training_loop import TrainingLoop
@@ -67,7 +68,7 @@ class TrainStep:
                 todo="call job.train_step(x, y), for loss(model(x), y)",
             )
         *inputs, target = batch
-        if isinstance(self._loop.strategy, ComputedTogether):
+        if isinstance(self._loop.strategy, RunsTogether):
             return self._take_together(self._loop.strategy, inputs, target, is_due=is_due, accumulate=accumulate)
         loss = self._loss(self._model(*inputs), target)
         check_loss(loss)
@@ -81,7 +82,7 @@ class TrainStep:
         return loss.detach()
 
     def _take_together(
-        self, strategy: ComputedTogether, inputs: Sequence[Any], target: Any, *, is_due: bool, accumulate: int
+        self, strategy: RunsTogether, inputs: Sequence[Any], target: Any, *, is_due: bool, accumulate: int
     ) -> torch.Tensor:
         """With the other members, each of which has a part of the variables."""
         self._check_source(strategy)
@@ -94,7 +95,7 @@ class TrainStep:
             self._schedule.step()
         return torch.tensor(strategy.loss)  # the strategy drops gradients, after the last of this worker's ranks
 
-    def _check_source(self, strategy: ComputedTogether) -> None:
+    def _check_source(self, strategy: RunsTogether) -> None:
         """Raises InvalidRequest if the members may not come to this batch together."""
         name = self._loop.session.job_settings.strategy.value
         if self._loop.need_trainer().accumulates_by_hand:
@@ -108,6 +109,12 @@ class TrainStep:
                 f"job.train_step outside of job.batches in a job whose job.strategy is {name}",
                 why="all workers compute the same batch, with the same random numbers",
                 todo="go through the data by job.batches",
+            )
+        if isinstance(strategy, PushedAsync) and (self._loop.feed is None or self._loop.sampled is not None):
+            raise InvalidRequest(
+                f"job.train_step outside of job.batches in an asynchronous job whose job.strategy is {name}",
+                why="one worker of a pipeline leases the samples, and tells the others which they are",
+                todo="go through the data by job.batches, or set job.consistency.mode to sync",
             )
         if self._loop.sampled is None:
             return

@@ -18,6 +18,7 @@ from shardyard.domain.consistency import ConsistencyMode, NonFinite, UpdateMode
 from shardyard.domain.errors import InvalidRequest, NotFound
 from shardyard.domain.optimizers import OptimizerSpec
 from shardyard.domain.variables import VariableKind
+from shardyard_worker.consistency.groups.computed_together import RunsTogether
 from shardyard_worker.consistency.groups.group_strategy import GroupStrategy
 from shardyard_worker.consistency.local_sgd import LocalRounds
 from shardyard_worker.consistency.modes import strategy_for
@@ -210,7 +211,9 @@ class TrainingLoop:
                 self.scaler.follow(by_steps=self.session.mode is UpdateMode.SYNC)
             strategy = self.strategy = strategy_for(self.need_trainer(), self.replica)
             if isinstance(strategy, GroupStrategy):
-                strategy.weight_of_work, strategy.weight_of_batch = self._weight_of_work, self._weight_of_batch
+                strategy.weight_of_work = self._weight_of_work
+            if isinstance(strategy, GroupStrategy | RunsTogether):
+                strategy.weight_of_batch = self._weight_of_batch
             # the strategy may already meet the map of the mode after its own
             with contextlib.suppress(ModeChanged):
                 strategy.begin()

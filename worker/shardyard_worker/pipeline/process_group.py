@@ -168,6 +168,15 @@ class StageGroup(dist.ProcessGroup):
         found: list[float] = self._facts.sum(0).tolist()
         return found[:-1]
 
+    def tell(self, message: torch.Tensor) -> None:
+        """Sends a tensor that nobody changes to all other members, which `hear` it."""
+        for at in self._others:
+            self.send([message], at, _TAG_OF_MESSAGES)
+
+    def hear(self, message: torch.Tensor, place: int) -> None:
+        """Waits for what the member at that place tells next."""
+        self.wait(self._received(self._everyone.process_group, message, place, _TAG_OF_MESSAGES).work)
+
     @property
     def _others(self) -> list[int]:
         return [at for at in range(self._everyone.size) if at != self._everyone.place]
@@ -202,6 +211,7 @@ class StageGroup(dist.ProcessGroup):
 _TAG_OF_FACTS: Final = 1 << 29
 _TAG_OF_NOTHING: Final = _TAG_OF_FACTS + 1
 """Of a tensor that nobody sends. gloo refuses to begin to receive it if the connection is closed."""
+_TAG_OF_MESSAGES: Final = _TAG_OF_FACTS + 2
 SENDS_MAX: Final = 16
 """Sends at a time, whose tensors are kept."""
 _CHECKS_EACH: Final = 10

@@ -24,6 +24,8 @@ class Clipper:
         self._clipping = clipping
         self._are_parameters = [spec.kind is VariableKind.PARAMETER for spec in variables]
         self._norm: torch.Tensor | None = None
+        self.square_norm_of_all: float | None = None
+        """That of the next gradient over all workers, where each has a part of it; None: this worker has all of it."""
 
     @property
     def norm(self) -> float | None:
@@ -42,19 +44,36 @@ class Clipper:
             if is_parameter and tensor is not None
         ]
         gradients += rows
-        if self._clipping.value:
-            for gradient in gradients:
-                gradient.clamp_(min=-self._clipping.value, max=self._clipping.value)
+        self._clamp(gradients)
         if not self._clipping.norm or not gradients:
             return
         device = gradients[0].device
-        norms = [torch.linalg.vector_norm(gradient).to(device) for gradient in gradients]
-        self._norm = torch.linalg.vector_norm(torch.stack(_of_one_dtype(norms)))
+        self._norm = self._norm_of(gradients, device)
         scale = torch.clamp(self._clipping.norm / (self._norm + NORM_EPS), max=1.0)
         if device.type == "cpu" and float(scale) == 1.0:
             return
         for gradient in gradients:
             gradient.mul_(scale.to(gradient.device))
+
+    @torch.no_grad()
+    def square_norm(self, tensors: Sequence[torch.Tensor]) -> float:
+        """Clips a part of a gradient by value, in place. Returns its square norm; 0 if norms are not computed."""
+        self._clamp(tensors)
+        if not self._clipping.norm or not tensors:
+            return 0.0
+        return float(self._norm_of(tensors, tensors[0].device).double().square())
+
+    def _clamp(self, gradients: Sequence[torch.Tensor]) -> None:
+        if self._clipping.value:
+            for gradient in gradients:
+                gradient.clamp_(min=-self._clipping.value, max=self._clipping.value)
+
+    def _norm_of(self, gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+        if self.square_norm_of_all is not None:
+            return torch.tensor(self.square_norm_of_all, dtype=torch.float64, device=device).sqrt()
+        norms = [torch.linalg.vector_norm(gradient).to(device) for gradient in gradients]
+        whole: torch.Tensor = torch.linalg.vector_norm(torch.stack(_of_one_dtype(norms)))
+        return whole
 
 
 def _of_one_dtype(norms: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -73,6 +73,19 @@ class NonFiniteCheck:
         self._report(name, parameter, step, highest)
         return False
 
+    def first(self, tensors: Sequence[torch.Tensor | None]) -> int | None:
+        """The first variable whose gradient is not finite, if that matters, for a worker that has a part of the
+        gradients. `counts_with` follows when those of all workers are known."""
+        return self._first_not_finite(tensors) if self._looks else None
+
+    def counts_with(self, name: PushName, first: int | None, step: int, highest: int) -> bool:
+        """As `counts`. `first`: the first variable whose gradient is not finite, in any worker."""
+        if first is None:
+            self._in_a_row = 0
+            return True
+        self._report(name, self._names[first], step, highest)
+        return False
+
     def _first_table_not_finite(self, rows: Sequence[tuple[int, npt.NDArray[np.float32]]]) -> str | None:
         filled = [(table, values) for table, values in rows if values.size]
         arrays = [values for _, values in filled]

@@ -63,7 +63,7 @@ class PushBuilder:
             self._listener = Listener(on_heartbeat=self._checkpointer.on_heartbeat)
             session.listen(self._listener)
         on_host = any(variable.target.device.type == "cpu" for variable in link.variables)
-        self._nonfinite = NonFiniteCheck(
+        self.nonfinite = NonFiniteCheck(
             session, link.layout, lambda pause_ms: link.router.pause(pause_ms), on_host=on_host
         )
 
@@ -123,7 +123,7 @@ class PushBuilder:
         if sending.overflow or not sending.coded:
             return True
         rows = [] if sending.rows is None else [(each.table, each.values) for each in sending.rows.tables]
-        return self._nonfinite.counts(name, sending.tensors, step, sending.highest, rows)
+        return self.nonfinite.counts(name, sending.tensors, step, sending.highest, rows)
 
     def of_rank(self, rank: Rank, sending: StepInput) -> StepInput:
         """The part that this logical rank sends. With job.buffers first, only rank 0 sends buffers."""

@@ -49,16 +49,21 @@ class StageRuns:
 
     def run(self, inputs: Sequence[torch.Tensor], target: torch.Tensor, weight: float, facts: int) -> float:
         """`facts`: how many each member says after the step's batches. Raises GroupLost."""
-        if self._runner is None or self._group is None:
-            raise GroupLost("this worker has left its replica group")
-        self._group.await_facts(facts)
+        group = self.members
+        assert self._runner is not None
+        group.await_facts(facts)
         return self._runner.run(inputs, target, weight)
 
     def sum_facts(self, said: list[float]) -> list[float]:
         """Raises GroupLost."""
+        return self.members.sum_facts(said)
+
+    @property
+    def members(self) -> StageGroup:
+        """Those that tell each other facts. Raises GroupLost."""
         if self._group is None:
             raise GroupLost("this worker has left its replica group")
-        return self._group.sum_facts(said)
+        return self._group
 
 
 class PipelineStrategy(SpreadStrategy):
