@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from shardyard.runtime.restart_policy import LEFT_IN_ORDER
 from shardyard_launcher.yard.local_cluster import LocalCluster
-from tests.support.yards import Probes, Script, finish, running_yard, wait_for_any
+from tests.support.yards import Probes, Script, computed, finish, running_yard, wait_for_any
 
 Started = list[tuple[Script, Path]]
 
@@ -56,3 +57,105 @@ def test_each_sample_counts_once_in_each_stage(yard: LocalCluster, probes: Probe
     for result in results:
         assert result["counts"] == [[3.0] * 96] * 2
     assert sum(result["computed"] for result in results) == 2 * 3 * 24, "one pipeline computes a batch"
+
+
+@pytest.mark.long("clipped")
+@pytest.mark.parametrize("clip", [0.0, 0.05], ids=["unclipped", "clipped"])
+def test_losses_of_one_pipeline_are_those_of_one_worker(yard: LocalCluster, probes: Probes, clip: float) -> None:
+    """The norm that clips is that over both stages."""
+    given, more = ("stages", "--samples", "160", "--epochs", "2"), {"job__clip__norm": clip}
+    servers = {"job__strategy": "parameter_server", "job__between": "all_reduce"}
+    wanted = probes.run(*given, **settings(yard, f"alone-{clip}", 1, **more, **servers))
+    for script, out in start(probes, 2, *given, **settings(yard, f"together-{clip}", **more)):
+        result = finish(script, out)
+        assert result["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
+        assert result["evaluated"] == pytest.approx(wanted["evaluated"], rel=1e-5)
+        assert sum(result["losses"][-5:]) < sum(result["losses"][:5])
+
+
+def test_a_fast_pipeline_does_not_wait_for_a_slow_one(yard: LocalCluster, probes: Probes) -> None:
+    common = settings(yard, "speeds", 4)
+    fast = start(probes, 2, *counted(400, 1, "--pause-ms", "5"), **common)
+    for script, _ in fast:
+        script.wait_for("the model is cut")  # the workers of a pipeline are those that came first
+    slow = start(probes, 2, *counted(400, 1, "--pause-ms", "100"), **common)
+    results = [finish(script, out) for script, out in (*fast, *slow)]
+    assert all(result["counts"] == [[1.0] * 400] * 2 for result in results)
+    steps = [result["computed"] for result in results]
+    assert steps[:2] == [100 - steps[2]] * 2
+    assert steps[0] > 3 * steps[2], steps
+
+
+def place_of(script: Script, workers: int = 2) -> int | None:
+    """The place that the worker has, or had last."""
+    places = (int(line.split(" of ")[0].split()[-1]) for line in script.lines if f" of {workers} in group" in line)
+    return max(places, default=None)
+
+
+def take(started: Started, place: int, workers: int = 2) -> tuple[Script, Path]:
+    """The worker that has this place, which is no longer one of the others."""
+    found = next(each for each in started if place_of(each[0], workers) == place)
+    started.remove(found)
+    return found
+
+
+@pytest.mark.long("1-frozen", "0-killed")
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+@pytest.mark.parametrize("place", [0, 1])
+def test_promise_2_each_sample_counts_once_when_a_stage_is_lost(
+    yard: LocalCluster, probes: Probes, how: signal.Signals, place: int
+) -> None:
+    """A worker in reserve takes its place. There is no checkpoint to go back to."""
+    accumulate = "2" if how is signal.SIGSTOP else "1"
+    given = counted(48, 4, "--pause-ms", "20", "--accumulate", accumulate)
+    started = start(probes, 3, *given, **settings(yard, f"lost-{how.name.lower()}-{place}"))
+    wait_for_any([script for script, _ in started], "computed 13")
+    victim, _ = take(started, place)
+    victim.process.send_signal(how)
+    for script, out in started:
+        assert finish(script, out)["counts"] == [[4.0] * 48] * 2
+
+
+@pytest.mark.parametrize("place", [0, 3])
+def test_promise_2_each_sample_counts_once_when_one_of_two_pipelines_is_lost(
+    yard: LocalCluster, probes: Probes, place: int
+) -> None:
+    """The other one trains alone, until a newcomer makes a second pipeline with the worker that is left."""
+    common, given = settings(yard, f"of-two-{place}", 4), counted(96, 8, "--pause-ms", "20")
+    started = start(probes, 4, *given, **common)
+    wait_for_any([script for script, _ in started], "computed 7")
+    victim, _ = take(started, place, 4)
+    victim.process.send_signal(signal.SIGKILL)
+    wait_for_any([script for script, _ in started], "has place 1 of 2")
+    started += start(probes, 1, *given, **common)
+    started[-1][0].wait_for(" of 4 in group")
+    for script, out in started:
+        assert finish(script, out)["counts"] == [[8.0] * 96] * 2
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_worker_that_leaves_in_order_leaves_no_work_to_be_computed_twice(
+    yard: LocalCluster, probes: Probes, place: int
+) -> None:
+    started = start(probes, 3, *counted(96, 3, "--pause-ms", "20"), **settings(yard, f"leaves-{place}"))
+    everyone = [script for script, _ in started]
+    wait_for_any(everyone, "computed 13")
+    leaver, _ = take(started, place)
+    leaver.process.send_signal(signal.SIGTERM)
+    assert leaver.wait() == LEFT_IN_ORDER, leaver.output
+    for script, out in started:
+        assert finish(script, out)["counts"] == [[3.0] * 96] * 2
+    assert sum(map(computed, everyone)) == 2 * 3 * 24
+
+
+def test_gradient_that_is_not_finite_in_one_stage_counts_in_none(yard: LocalCluster, probes: Probes) -> None:
+    given = counted(48, 2, "--nan-samples", "3")
+    started = start(probes, 2, *given, **settings(yard, "nan"))
+    (first, second), again = finish(*started[0])["counts"], finish(*started[1])["counts"]
+    assert [first, second] == again
+    assert first == second
+    assert first[3] == 0.0
+    # each epoch has other batches: those with the sample do not count, and the others do
+    assert sum(first) == 2 * (48 - 4)
+    told = [line for script, _ in started for line in script.lines if "is not finite" in line]
+    assert len(told) == 2, told

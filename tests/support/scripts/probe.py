@@ -231,12 +231,15 @@ class Counts(torch.nn.Module):
 
 
 class TwoCounts(torch.nn.Module):
-    def __init__(self, samples: int) -> None:
+    """The gradients of `nan_samples` are not finite in the first stage."""
+
+    def __init__(self, samples: int, nan_samples: list[int] | None = None) -> None:
         super().__init__()
         self.first, self.second = Counts(samples), Counts(samples)
+        self.spoiled = Spoiled(nan_samples or [])
 
     def forward(self, index: torch.Tensor) -> torch.Tensor:
-        return self.second(index, self.first(index, index.double()))
+        return self.second(index, self.spoiled(self.first(index, index.double()), index))
 
 
 class CountsBesideLayers(TwoCounts):
@@ -275,6 +278,7 @@ class Spoiled(torch.nn.Module):
     def forward(self, given: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         if given.requires_grad and self._samples.numel():
             spoiled = torch.isin(index, self._samples)
+            given = given.view_as(given)  # a stage gets the same tensor for each batch, and it keeps its hooks
             given.register_hook(lambda gradient: gradient.masked_fill(spoiled, float("nan")))
         return given
 
@@ -285,7 +289,10 @@ def sign_of_rows() -> sy.tables.Adam:
 
 
 def train_stage_counts(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
-    counted = (CountsBesideLayers if options.mode == "tensor-counts" else TwoCounts)(options.samples)
+    if options.mode == "tensor-counts":
+        counted = CountsBesideLayers(options.samples)
+    else:
+        counted = TwoCounts(options.samples, [] if options.with_rows else options.nan_samples)
     model = CountsOfRows(counted, options.nan_samples) if options.with_rows else counted
     # a step has four samples of each rank, or several times as many
     optimizer = torch.optim.SGD(model.parameters(), lr=4.0 * options.ranks * options.accumulate)

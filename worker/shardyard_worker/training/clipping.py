@@ -48,7 +48,10 @@ class Clipper:
         if not self._clipping.norm or not gradients:
             return
         device = gradients[0].device
-        self._norm = self._norm_of(gradients, device)
+        if self.square_norm_of_all is None:
+            self._norm = _norm_of(gradients)
+        else:
+            self._norm = torch.tensor(self.square_norm_of_all, dtype=torch.float64, device=device).sqrt()
         scale = torch.clamp(self._clipping.norm / (self._norm + NORM_EPS), max=1.0)
         if device.type == "cpu" and float(scale) == 1.0:
             return
@@ -61,19 +64,19 @@ class Clipper:
         self._clamp(tensors)
         if not self._clipping.norm or not tensors:
             return 0.0
-        return float(self._norm_of(tensors, tensors[0].device).double().square())
+        return float(_norm_of(tensors).double().square())
 
     def _clamp(self, gradients: Sequence[torch.Tensor]) -> None:
         if self._clipping.value:
             for gradient in gradients:
                 gradient.clamp_(min=-self._clipping.value, max=self._clipping.value)
 
-    def _norm_of(self, gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-        if self.square_norm_of_all is not None:
-            return torch.tensor(self.square_norm_of_all, dtype=torch.float64, device=device).sqrt()
-        norms = [torch.linalg.vector_norm(gradient).to(device) for gradient in gradients]
-        whole: torch.Tensor = torch.linalg.vector_norm(torch.stack(_of_one_dtype(norms)))
-        return whole
+
+def _norm_of(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    device = gradients[0].device
+    norms = [torch.linalg.vector_norm(gradient).to(device) for gradient in gradients]
+    whole: torch.Tensor = torch.linalg.vector_norm(torch.stack(_of_one_dtype(norms)))
+    return whole
 
 
 def _of_one_dtype(norms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
