@@ -11,7 +11,7 @@ import pytest
 
 from shardyard.runtime.restart_policy import LEFT_IN_ORDER
 from shardyard_launcher.yard.local_cluster import LocalCluster
-from tests.support.yards import Probes, Script, computed, finish, running_yard, wait_for_any
+from tests.support.yards import Probes, RoleYard, Script, computed, finish, running_yard, wait_for_any
 
 Started = list[tuple[Script, Path]]
 
@@ -23,9 +23,9 @@ def yard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
         yield cluster
 
 
-def settings(yard: LocalCluster, job: str, workers: int = 2, **more: object) -> dict[str, object]:
+def settings(yard: LocalCluster | RoleYard, job: str, workers: int = 2, **more: object) -> dict[str, object]:
     common: dict[str, object] = {
-        "coordinator": yard.coordinator,
+        "coordinator": yard.address if isinstance(yard, RoleYard) else yard.coordinator,
         "job": job,
         "job__seed": 4,
         "job__strategy": "pipeline",
@@ -105,8 +105,9 @@ def take(started: Started, place: int, workers: int = 2) -> tuple[Script, Path]:
 def test_promise_2_each_sample_counts_once_when_a_stage_is_lost(
     yard: LocalCluster, probes: Probes, how: signal.Signals, place: int
 ) -> None:
-    """A worker in reserve takes its place. There is no checkpoint to go back to."""
-    accumulate = "2" if how is signal.SIGSTOP else "1"
+    """A worker in reserve takes its place. There is no checkpoint to go back to. When a leader is lost, the batches of
+    its data shard are announced, and pushed one by one."""
+    accumulate = "2" if place and how is signal.SIGSTOP else "1"
     given = counted(48, 4, "--pause-ms", "20", "--accumulate", accumulate)
     started = start(probes, 3, *given, **settings(yard, f"lost-{how.name.lower()}-{place}"))
     wait_for_any([script for script, _ in started], "computed 13")
@@ -159,3 +160,21 @@ def test_gradient_that_is_not_finite_in_one_stage_counts_in_none(yard: LocalClus
     assert sum(first) == 2 * (48 - 4)
     told = [line for script, _ in started for line in script.lines if "is not finite" in line]
     assert len(told) == 2, told
+
+
+def test_partitions_of_one_stage_that_go_back_get_again_what_they_lack(probes: Probes, tmp_path: Path) -> None:
+    """The workers of the other stage push the same batches again, and their partitions skip them."""
+    yard = RoleYard(tmp_path, lease_ms=1_500)
+    try:
+        more = {"job__checkpoint__url": tmp_path / "checkpoints", "job__checkpoint__every_steps": 10}
+        common = settings(yard, "restored", **more, job__partitions=2)
+        started = start(probes, 2, *counted(96, 3, "--pause-ms", "20"), **common)
+        wait_for_any([script for script, _ in started], "computed 35")
+        yard.kill_server(1)
+        yard.restart_server(1)
+        for script, out in started:
+            result = finish(script, out)
+            assert result["counts"] == [[3.0] * 96] * 2
+            assert result["computed"] > 72
+    finally:
+        yard.stop()
