@@ -220,3 +220,12 @@ def test_what_is_asked_is_bounded_and_says_what_it_leaves_out() -> None:
     assert jobs.switch_consistency_event(wire.SwitchConsistencyRequest()) == events.SwitchRequested("", None, None)
     asked = wire.SwitchConsistencyRequest(mode=wire.CONSISTENCY_MODE_BOUNDED, staleness=0)
     assert jobs.switch_consistency_event(asked) == events.SwitchRequested("", BOUNDED, 0)
+
+
+@pytest.mark.parametrize(("before", "after"), [("sync", "async"), ("async", "sync")])
+def test_pipelines_with_variables_on_servers_keep_their_mode(before: str, after: str) -> None:
+    given = {"strategy": "pipeline", "between": "parameter_server", "consistency": {"mode": before}}
+    settings = JobSettings.model_validate(given)
+    assert switched(settings, ConsistencyMode(before), None) == settings
+    with pytest.raises(errors.InvalidRequest, match=f"mode {before} with strategy pipeline, and cannot switch to"):
+        switched(settings, ConsistencyMode(after), None)

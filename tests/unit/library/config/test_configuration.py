@@ -496,7 +496,7 @@ def test_documentation_names_every_variable() -> None:
 
 EXAMPLES = ["local", "sync", "async", "async-stale", "bounded", "compose", "compression", "checkpoints", "metrics"]
 EXAMPLES += ["mixed-precision", "recommender", "hybrid", "warm-up", "cool-down", "change-strategy", "gpt", "pipeline"]
-EXAMPLES += ["sharded", "tensor", "sharded-tables", "pipelines-servers", "sharded-servers"]
+EXAMPLES += ["sharded", "tensor", "sharded-tables", "pipelines-servers", "sharded-servers", "pipelines-async"]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -521,6 +521,7 @@ def test_all_examples_load_and_mean_what_they_are_for() -> None:
     assert (loaded["pipeline"].job.pipeline.stages_in_all, loaded["pipeline"].job.logical_rank_count) == (2, 1)
     assert [loaded[name].job.has_replicas for name in ("pipelines", "pipelines-servers")] == [True, False]
     assert (loaded["sharded-servers"].job.has_replicas, loaded["sharded-servers"].job.logical_rank_count) == (False, 2)
+    assert loaded["pipelines-async"].job.consistency.mode is ConsistencyMode.ASYNC
     assert (loaded["sharded"].job.logical_rank_count, loaded["sharded"].job.workers_per_rank) == (2, 1)
     assert (loaded["tensor"].job.logical_rank_count, loaded["tensor"].job.workers_per_rank) == (1, 2)
     assert (loaded["sharded-tables"].job.strategy, loaded["sharded-tables"].yard.servers) == (Strategy.SHARDED, 2)

@@ -45,6 +45,17 @@ def test_what_does_not_fit_to_pushed_stages_is_refused(name: str, value: object)
         load(**given)
 
 
+def test_pipelines_with_variables_on_servers_train_in_two_modes() -> None:
+    given: dict[str, object] = {"between": "parameter_server", "workers_expected": 4}
+    for mode in ("sync", "async"):
+        assert load(**given, consistency__mode=mode).settings.job.consistency.mode.value == mode
+    for mode in ("bounded", "local", "hybrid"):
+        with pytest.raises(errors.ConfigurationError, match=r"consistency\.mode sync or async .* parameter_server"):
+            load(**given, consistency__mode=mode)
+    job = load(**given, consistency__mode="async", clip__norm=1.0).settings.job
+    assert (job.server_clipping.norm, job.clip.norm) == (0.0, 1.0)
+
+
 def test_parts_are_pushed_by_the_workers_of_a_replica_of_a_known_size() -> None:
     with pytest.raises(errors.ConfigurationError, match="pipeline, sharded or tensor with between parameter_server"):
         load(strategy="multi_worker_mirrored", between="parameter_server")

@@ -151,6 +151,7 @@ ALLOWED: Final[dict[str, str]] = {
     "worker/pipeline/process_group.py:_Waiter._run:wait": "a thread of its own, whose caller waits in slices",
     "worker/pipeline/process_group.py:_Waiter.wait:get": SLICE,
     "worker/pipeline/process_group.py:StageGroup.wait:wait": OUTSIDE,
+    "worker/pipeline/process_group.py:StageGroup.hear:wait": OUTSIDE,
     "worker/pipeline/process_group.py:StageGroup.send:wait": OUTSIDE,
     "worker/pipeline/process_group.py:StageGroup.sum_facts:wait": OUTSIDE,
     "worker/replicas/collectives.py:Collectives.check_begun:wait": "the operation has ended",

@@ -292,6 +292,36 @@ def test_worker_clips_as_torch_does(clipping: Clipping, seed: int) -> None:
             assert clipper.norm == pytest.approx(float(norm), rel=1e-5)
 
 
+@settings(max_examples=60, deadline=None)
+@given(clipping=clippings, seed=st.integers(0, 2**32))
+def test_workers_with_a_part_of_the_gradient_each_clip_as_one_with_all_of_it(clipping: Clipping, seed: int) -> None:
+    work = make_work("sgd", clipping, seed)
+    whole, *clippers = [Clipper(clipping, work.layout.variables) for _ in range(3)]
+    for gradients in (ranks[0] for ranks in work.gradients):
+        wanted = [None if gradient is None else torch.from_numpy(gradient.copy()) for gradient in gradients]
+        whole.clip(wanted)
+        parts = [
+            [
+                None if each is None or at % 2 != place else torch.from_numpy(each.copy())
+                for at, each in enumerate(gradients)
+            ]
+            for place in range(2)
+        ]
+        square = sum(
+            clipper.square_norm([each for each in part if each is not None])
+            for clipper, part in zip(clippers, parts, strict=True)
+        )
+        for clipper, part in zip(clippers, parts, strict=True):
+            clipper.square_norm_of_all = square
+            clipper.clip(part)
+        for at, each in enumerate(wanted):
+            found = parts[at % 2][at]
+            assert (found is None) == (each is None)
+            assert found is None or each is None or torch.allclose(found, each, rtol=1e-5, atol=0.0)
+        if clipping.norm and any(each is not None for each in parts[0]):
+            assert clippers[0].norm == pytest.approx(whole.norm, rel=1e-5)
+
+
 def _with_gradients(gradients: Sequence[np.ndarray | None]) -> list[torch.nn.Parameter]:
     found = []
     for gradient in gradients:
