@@ -105,16 +105,18 @@ def take(started: Started, place: int, workers: int = 2) -> tuple[Script, Path]:
 def test_promise_2_each_sample_counts_once_when_a_stage_is_lost(
     yard: LocalCluster, probes: Probes, how: signal.Signals, place: int
 ) -> None:
-    """A worker in reserve takes its place. There is no checkpoint to go back to. When a leader is lost, the batches of
-    its data shard are announced, and pushed one by one."""
-    accumulate = "2" if place and how is signal.SIGSTOP else "1"
-    given = counted(48, 4, "--pause-ms", "20", "--accumulate", accumulate)
+    """It is lost before it pushes a batch, which the other stage may have pushed. A worker in reserve takes its place.
+    There is no checkpoint to go back to. One that was frozen pushes the batch when it wakes up."""
+    given = counted(48, 4, "--pause-ms", "20", "--lose", str(place), "8", str(int(how)))
     started = start(probes, 3, *given, **settings(yard, f"lost-{how.name.lower()}-{place}"))
-    wait_for_any([script for script, _ in started], "computed 13")
+    wait_for_any([script for script, _ in started], "is lost")
     victim, _ = take(started, place)
-    victim.process.send_signal(how)
+    for script, _ in started:
+        script.wait_for("in group 2")
+    victim.process.send_signal(signal.SIGCONT)
     for script, out in started:
         assert finish(script, out)["counts"] == [[4.0] * 48] * 2
+    assert victim.wait() != 0
 
 
 @pytest.mark.parametrize("place", [0, 3])
@@ -144,6 +146,7 @@ def test_a_worker_that_leaves_in_order_leaves_no_work_to_be_computed_twice(
     leaver, _ = take(started, place)
     leaver.process.send_signal(signal.SIGTERM)
     assert leaver.wait() == LEFT_IN_ORDER, leaver.output
+    assert computed(leaver) < 3 * 24
     for script, out in started:
         assert finish(script, out)["counts"] == [[3.0] * 96] * 2
     assert sum(map(computed, everyone)) == 2 * 3 * 24

@@ -17,18 +17,22 @@
 """
 
 import argparse
+import contextlib
 import hashlib
+import itertools
 import json
 import os
 import signal
 import sys
 import time
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import shardyard as sy
 from shardyard.transport import grpc_client
+from shardyard_worker.exchange.server_group import ServerGroup
 
 
 def network() -> torch.nn.Module:
@@ -403,6 +407,21 @@ def hold(options: argparse.Namespace, computed: int) -> None:
         time.sleep(0.01)
 
 
+def lose(job: sy.Job, options: argparse.Namespace) -> None:
+    """The first worker that is at that place of its pipeline when it sends its push of that number gets the signal."""
+    place, number, how = options.lose
+    push_pull, pushes = ServerGroup.push_pull, itertools.count(1)
+
+    def lost(group: ServerGroup, *given: Any) -> Any:
+        if job._loop.strategy._inside.place == int(place) and next(pushes) == int(number):
+            with contextlib.suppress(FileExistsError), open(f"{os.path.dirname(options.out)}/lost", "x"):
+                print("is lost", flush=True)
+                os.kill(os.getpid(), int(how))
+        return push_pull(group, *given)
+
+    ServerGroup.push_pull = lost  # type: ignore[method-assign]
+
+
 def announce(computed: int) -> None:
     print(f"computed {computed}", flush=True)
 
@@ -446,12 +465,15 @@ def main() -> None:
     parser.add_argument("--look-ahead", action="store_true", help="rows of the next batch come with a step")
     parser.add_argument("--age-seconds", type=float, default=0.0, help="rows go that were not pushed for so long")
     parser.add_argument("--own-handler", action="store_true", help="the script handles SIGTERM itself")
+    parser.add_argument("--lose", nargs=3, metavar=("PLACE", "PUSH", "SIGNAL"), help="one worker, before it pushes")
     parser.add_argument("--patient", action="store_true", help="does not notice by itself that a peer is frozen")
     options = parser.parse_args()
     if options.patient:
         pings = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
         grpc_client.OPTIONS = tuple((name, 600_000 if name in pings else value) for name, value in grpc_client.OPTIONS)
     with sy.connect() as job:
+        if options.lose:
+            lose(job, options)
         if options.own_handler:
             signal.signal(signal.SIGTERM, lambda *_: (print("the script's own handler", flush=True), job.drain()))
         result = MODES[options.mode](job, options)
