@@ -126,7 +126,7 @@ def test_promise_2_each_sample_counts_once_when_one_of_two_pipelines_is_lost(
 ) -> None:
     """The other one trains alone. If a newcomer comes, it makes a second pipeline with the worker that is left. If none
     comes, that worker has given back what it had leased."""
-    common, given = settings(yard, f"of-two-{place}", 4), counted(96, 5, "--pause-ms", "20")
+    common, given = settings(yard, f"of-two-{place}", 4), counted(96, 4, "--pause-ms", "20")
     started = start(probes, 4, *given, **common)
     wait_for_any([script for script, _ in started], "computed 7")
     victim, _ = take(started, place, 4)
@@ -136,7 +136,7 @@ def test_promise_2_each_sample_counts_once_when_one_of_two_pipelines_is_lost(
         started += start(probes, 1, *given, **common)
         started[-1][0].wait_for(" of 4 in group")
     for script, out in started:
-        assert finish(script, out)["counts"] == [[5.0] * 96] * 2
+        assert finish(script, out)["counts"] == [[4.0] * 96] * 2
 
 
 @pytest.mark.long("1")
@@ -178,6 +178,18 @@ def test_gradient_that_is_not_finite_in_one_stage_counts_in_none(yard: LocalClus
     assert sum(first) == 2 * (48 - 4)
     told = [line for script, _ in started for line in script.lines if "is not finite" in line]
     assert len(told) == 2, told
+
+
+@pytest.mark.long
+def test_batch_that_kills_the_first_worker_of_a_pipeline_counts_in_no_stage(yard: LocalCluster, probes: Probes) -> None:
+    common = settings(yard, "poison", job__data__poison_deaths=2)
+    started = start(probes, 4, *counted(48, 1, "--poison", "5"), **common)
+    alive = [each for each in started if each[0].process.wait(60) == 0]
+    assert len(alive) == 2, "the first worker dies before anything is announced, and the second at the batch"
+    for script, out in alive:
+        first, second = finish(script, out)["counts"]
+        assert first == second
+        assert (first[5], sum(first)) == (0.0, 44.0)
 
 
 @pytest.mark.long

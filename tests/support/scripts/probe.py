@@ -307,6 +307,8 @@ def train_stage_counts(job: sy.Job, options: argparse.Namespace) -> dict[str, ob
     ahead = {"look_ahead": lambda batch: {model.rows: batch[0] * 1_000_003}} if options.look_ahead else {}
     for batch in job.batches(data, batch_size=4, epochs=options.epochs, accumulate=options.accumulate, **ahead):
         time.sleep(options.pause_ms / 1000)
+        if options.poison in batch[0].tolist() and job._loop.strategy._inside.place == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
         job.train_step(*batch)
         computed += 1
         announce(computed)
@@ -465,6 +467,7 @@ def main() -> None:
     parser.add_argument("--look-ahead", action="store_true", help="rows of the next batch come with a step")
     parser.add_argument("--age-seconds", type=float, default=0.0, help="rows go that were not pushed for so long")
     parser.add_argument("--own-handler", action="store_true", help="the script handles SIGTERM itself")
+    parser.add_argument("--poison", type=int, default=-1, help="a sample that ends the first worker of a pipeline")
     parser.add_argument("--lose", nargs=3, metavar=("PLACE", "PUSH", "SIGNAL"), help="one worker, before it pushes")
     parser.add_argument("--patient", action="store_true", help="does not notice by itself that a peer is frozen")
     options = parser.parse_args()
