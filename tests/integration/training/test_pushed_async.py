@@ -180,6 +180,15 @@ def test_gradient_that_is_not_finite_in_one_stage_counts_in_none(yard: LocalClus
     assert len(told) == 2, told
 
 
+def test_mistakes_are_refused_with_an_explanation(yard: LocalCluster, probes: Probes) -> None:
+    for script, out in start(probes, 2, "stage-mistakes", **settings(yard, "mistakes")):
+        found = finish(script, out)["errors"]
+        assert found["batch"].startswith("job.train_step outside of job.batches in an asynchronous job")
+        assert found["step"].startswith("a step outside of job.batches in an asynchronous job")
+        assert found["forward"].startswith("the forward of the whole model")
+        assert found["last"].startswith("a batch of 6 samples")
+
+
 @pytest.mark.long
 def test_batch_that_kills_the_first_worker_of_a_pipeline_counts_in_no_stage(yard: LocalCluster, probes: Probes) -> None:
     common = settings(yard, "poison", job__data__poison_deaths=2)

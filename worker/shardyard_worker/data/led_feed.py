@@ -44,7 +44,7 @@ class LedFeed(AsyncFeed):
                         break
                     yield from self._lead() if self._strategy.leads else self._follow()
                 except GroupLost as error:
-                    log.info("takes a place in another group: %s", error)
+                    log.info("has left its group: %s", error)
                     self._strategy.leave_group()
                 finally:
                     self._return_leases()
