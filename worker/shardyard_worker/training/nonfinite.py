@@ -74,8 +74,8 @@ class NonFiniteCheck:
         return False
 
     def first(self, tensors: Sequence[torch.Tensor | None]) -> int | None:
-        """The first variable whose gradient is not finite, if that matters, for a worker that has a part of the
-        gradients. `counts_with` follows when those of all workers are known."""
+        """The first variable whose gradient is not finite; None if there is none, or nothing is checked. For workers
+        with a part of the gradients each: one of them then calls `counts_with`."""
         return self._first_not_finite(tensors) if self._looks else None
 
     def counts_with(self, name: PushName, first: int | None, step: int, highest: int) -> bool:

@@ -5,5 +5,6 @@ In: the work at hand of logical ranks, and a group. Out: a step that all members
 Read `group_strategy` first: a worker's place in the newest group. On it build `replica_strategy`, where the variables
 are in the workers, and `computed_together`, where each has a part of the model. `mirrored`: each has all variables.
 `spread`: each has a part of them, and takes its part of the step, with `pipelined` and `sharded`. `pushed_stages`: each
-has a stage of a pipeline, and pushes its gradients to the servers.
+has a stage of a pipeline, and pushes its gradients to the servers. `pushed_async` does the same without steps that wait
+for other pipelines; `work_messages` has what its first worker tells the others.
 """
