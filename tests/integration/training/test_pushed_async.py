@@ -49,6 +49,19 @@ def counted(samples: int, epochs: int, *more: str) -> tuple[str, ...]:
     return ("stage-counts", "--samples", str(samples), "--epochs", str(epochs), *more)
 
 
+def place_of(script: Script, workers: int = 2) -> int | None:
+    """The place that the worker has, or had last."""
+    places = (int(line.split(" of ")[0].split()[-1]) for line in script.lines if f" of {workers} in group" in line)
+    return max(places, default=None)
+
+
+def take(started: Started, place: int, workers: int = 2) -> tuple[Script, Path]:
+    """The worker that has this place, which is no longer one of the others."""
+    found = next(each for each in started if place_of(each[0], workers) == place)
+    started.remove(found)
+    return found
+
+
 @pytest.mark.parametrize("pipelines", [1, 2])
 def test_each_sample_counts_once_in_each_stage(yard: LocalCluster, probes: Probes, pipelines: int) -> None:
     common = settings(yard, f"counts-{pipelines}", 2 * pipelines)
@@ -57,6 +70,26 @@ def test_each_sample_counts_once_in_each_stage(yard: LocalCluster, probes: Probe
     for result in results:
         assert result["counts"] == [[3.0] * 96] * 2
     assert sum(result["computed"] for result in results) == 2 * 3 * 24, "one pipeline computes a batch"
+
+
+@pytest.mark.long("3")
+@pytest.mark.parametrize("place", [0, 3])
+def test_promise_2_each_sample_counts_once_when_one_of_two_pipelines_is_lost(
+    yard: LocalCluster, probes: Probes, place: int
+) -> None:
+    """The other one trains alone. If a newcomer comes, it makes a second pipeline with the worker that is left. If none
+    comes, that worker has given back what it had leased."""
+    common, given = settings(yard, f"of-two-{place}", 4), counted(96, 4, "--pause-ms", "20")
+    started = start(probes, 4, *given, **common)
+    wait_for_any([script for script, _ in started], "computed 7")
+    victim, _ = take(started, place, 4)
+    victim.process.send_signal(signal.SIGKILL)
+    wait_for_any([script for script, _ in started], "has place 1 of 2")
+    if place == 0:
+        started += start(probes, 1, *given, **common)
+        started[-1][0].wait_for(" of 4 in group")
+    for script, out in started:
+        assert finish(script, out)["counts"] == [[4.0] * 96] * 2
 
 
 @pytest.mark.long("clipped")
@@ -86,19 +119,6 @@ def test_a_fast_pipeline_does_not_wait_for_a_slow_one(yard: LocalCluster, probes
     assert steps[0] > 3 * steps[2], steps
 
 
-def place_of(script: Script, workers: int = 2) -> int | None:
-    """The place that the worker has, or had last."""
-    places = (int(line.split(" of ")[0].split()[-1]) for line in script.lines if f" of {workers} in group" in line)
-    return max(places, default=None)
-
-
-def take(started: Started, place: int, workers: int = 2) -> tuple[Script, Path]:
-    """The worker that has this place, which is no longer one of the others."""
-    found = next(each for each in started if place_of(each[0], workers) == place)
-    started.remove(found)
-    return found
-
-
 @pytest.mark.long("1-frozen", "0-killed")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 @pytest.mark.parametrize("place", [0, 1])
@@ -117,26 +137,6 @@ def test_promise_2_each_sample_counts_once_when_a_stage_is_lost(
     for script, out in started:
         assert finish(script, out)["counts"] == [[4.0] * 48] * 2
     assert victim.wait() != 0
-
-
-@pytest.mark.long("3")
-@pytest.mark.parametrize("place", [0, 3])
-def test_promise_2_each_sample_counts_once_when_one_of_two_pipelines_is_lost(
-    yard: LocalCluster, probes: Probes, place: int
-) -> None:
-    """The other one trains alone. If a newcomer comes, it makes a second pipeline with the worker that is left. If none
-    comes, that worker has given back what it had leased."""
-    common, given = settings(yard, f"of-two-{place}", 4), counted(96, 4, "--pause-ms", "20")
-    started = start(probes, 4, *given, **common)
-    wait_for_any([script for script, _ in started], "computed 7")
-    victim, _ = take(started, place, 4)
-    victim.process.send_signal(signal.SIGKILL)
-    wait_for_any([script for script, _ in started], "has place 1 of 2")
-    if place == 0:
-        started += start(probes, 1, *given, **common)
-        started[-1][0].wait_for(" of 4 in group")
-    for script, out in started:
-        assert finish(script, out)["counts"] == [[4.0] * 96] * 2
 
 
 @pytest.mark.long("1")
