@@ -86,6 +86,9 @@ class LedFeed(AsyncFeed):
                 break
             self._leased = lease
             yield from self._go_through(lease)
+            if self._leased is not None:  # work was lost: watermarks are read when no push of it is under way
+                self._tell(Told.ANSWERED)
+                self._strategy.await_answers()
         if not self._session.drain.asked:
             self._tell(Told.ENDS)
             self._is_over = True

@@ -25,7 +25,7 @@ from shardyard_worker.consistency.asynchronous import AsyncStrategy
 from shardyard_worker.consistency.groups.computed_together import RunsTogether
 from shardyard_worker.consistency.groups.group_strategy import next_group
 from shardyard_worker.consistency.groups.pipelined import StageRuns
-from shardyard_worker.consistency.groups.work_messages import NUMBERS, WorkMessage
+from shardyard_worker.consistency.groups.work_messages import NUMBERS, Told, WorkMessage
 from shardyard_worker.consistency.strategy import LostWork
 from shardyard_worker.pipeline.pipeline import Pipeline
 from shardyard_worker.replicas.collectives import Collectives
@@ -153,7 +153,8 @@ class PushedAsync(RunsTogether, AsyncStrategy):
     def tell(self, message: WorkMessage) -> None:
         """The leader tells the others what follows. Raises GroupLost."""
         self._place_in_group()
-        self._name = message.name if message.lease is not None else None
+        if message.lease is not None:
+            self._name = message.name
         self._runs.members.tell(message.numbers())
 
     def hear(self) -> WorkMessage:
@@ -163,15 +164,17 @@ class PushedAsync(RunsTogether, AsyncStrategy):
         with self._session.wait_registry.over(lambda: "the first worker of this pipeline to begin a batch"):
             self._runs.members.hear(numbers, LEADER)
         message = WorkMessage.of(numbers)
-        self._name = message.name
+        if message.told in (Told.BATCH, Told.EMPTY):
+            self._name = message.name
         return message
 
     def await_answers(self) -> None:
-        """Returns when all members of the pipeline have called this: what they have pushed is answered. If the group is
-        lost meanwhile, the next call of another method says so."""
+        """Returns when all members of the pipeline have called this: what they have pushed is answered, and the leader
+        opens a lease next. If the group is lost meanwhile, the next call of another method says so."""
+        self._forget_step()
         try:
             self._sum([0.0])
-            self._has_lost_push = False  # the leader opens its next lease after this
+            self._has_lost_push = False
         except GroupLost as error:
             self._lost = error
 
@@ -184,7 +187,7 @@ class PushedAsync(RunsTogether, AsyncStrategy):
 
     @property
     def _at_hand(self) -> str:
-        return f"push {self._name}"
+        return "pushes" if self._name is None else f"push {self._name}"
 
     def _weight_at_hand(self) -> float | None:
         return None if self.weight_of_batch() is None else 1.0
