@@ -1,6 +1,5 @@
 """A pipeline of two workers against torch.distributed.pipelining used bare, with the same cut, schedule and
-micro-batches; and a pipeline, or a tensor-parallel replica, whose variables are on servers against one whose variables
-are in the workers.
+micro-batches; and one whose variables are on servers against one whose variables are in the workers.
 
 Part of `strategies`. Checked on both sides: that the losses fall, and that they are the same after as many steps.
 """
@@ -19,7 +18,7 @@ from harness.workloads.pipeline import CUT, MICROBATCHES, SCHEDULE
 from harness.workloads.training import NumbersDiffer, check_falls
 
 STAGES = 2
-PEER, OURS = "torch pipelining", "pipeline"
+PEER, OURS, PUSHED = "torch pipelining", "pipeline", "pipeline to servers"
 
 
 class _Stages:
@@ -51,17 +50,15 @@ def run(task: str, pairs: int, seconds: float) -> dict[str, list[Figures]]:
     return _compare({PEER: peer, OURS: _ours(task, "all_reduce")}, task, pairs, seconds)
 
 
-def run_pushed(strategy: str, task: str, pairs: int, seconds: float) -> dict[str, list[Figures]]:
+def run_pushed(task: str, pairs: int, seconds: float) -> dict[str, list[Figures]]:
     """With the variables on servers, against those in the workers. Raises NumbersDiffer."""
-    in_workers, on_servers = (_ours(task, between, strategy) for between in ("all_reduce", "parameter_server"))
-    return _compare({strategy: in_workers, f"{strategy} to servers": on_servers}, task, pairs, seconds)
+    return _compare({OURS: _ours(task, "all_reduce"), PUSHED: _ours(task, "parameter_server")}, task, pairs, seconds)
 
 
-def _ours(task: str, between: str, strategy: str = "pipeline") -> AbstractContextManager[Side]:
+def _ours(task: str, between: str) -> AbstractContextManager[Side]:
     settings = {
-        "job.strategy": strategy,
+        "job.strategy": "pipeline",
         "job.between": between,
-        "job.tensor.size": STAGES,
         "job.pipeline.stages": STAGES,
         "job.pipeline.schedule": SCHEDULE,
         "job.pipeline.microbatches": MICROBATCHES,

@@ -5,11 +5,11 @@
 mlp, 25m: the models and the checks of `training`.
 
 all_reduce: multi_worker_mirrored against DistributedDataParallel in its fastest form, both over gloo. pipeline: against
-torch.distributed.pipelining used bare. pushed: a pipeline, or tensor parallelism, with job.between parameter_server and
-one server, against the same with the variables in the workers. central: central_storage against parameter_server in
-mode sync with two servers, on one machine. recommender: a dense network and a table; multi_worker_mirrored, with the
-table on two servers, against parameter_server in mode sync, with all on the same two servers; both look ahead. Before
-the measurement the variables and rows of both sides are the same after some steps. Every process has one thread.
+torch.distributed.pipelining used bare. pushed: a pipeline with job.between parameter_server, and one server, against
+one with the variables in the workers. central: central_storage against parameter_server in mode sync with two servers,
+on one machine. recommender: a dense network and a table; multi_worker_mirrored, with the table on two servers, against
+parameter_server in mode sync, with all on the same two servers; both look ahead. Before the measurement the variables
+and rows of both sides are the same after some steps. Every process has one thread.
 """
 
 from __future__ import annotations
@@ -105,9 +105,8 @@ COMPARISONS: dict[str, Callable[[int, float], Results]] = {
     "all_reduce_25m": partial(run_all_reduce, "25m"),
     "pipeline_mlp": partial(pipelines.run, "mlp"),
     "pipeline_25m": partial(pipelines.run, "25m"),
-    "pushed_mlp": partial(pipelines.run_pushed, "pipeline", "mlp"),
-    "pushed_25m": partial(pipelines.run_pushed, "pipeline", "25m"),
-    "pushed_tensor_25m": partial(pipelines.run_pushed, "tensor", "25m"),
+    "pushed_mlp": partial(pipelines.run_pushed, "mlp"),
+    "pushed_25m": partial(pipelines.run_pushed, "25m"),
     "central": run_central,
     "recommender": run_recommender,
 }

@@ -215,7 +215,7 @@ class Plan:
     def has_values(self) -> bool:
         """Whether the values at the end are those, up to rounding: the order of the workers' sums depends on how many
         there were."""
-        return self.strategy.uses_groups
+        return self.sync and self.strategy.uses_groups
 
     @property
     def workers_expected(self) -> int:
@@ -406,7 +406,8 @@ def _with_strategy(plan: Plan, strategy: Strategy, chance: random.Random) -> Pla
         plan = replace(plan, replicas=2, workers=3)
     ranks = replace(plan, logical_ranks=plan.replicas)
     if random.Random(f"{ranks} servers").random() < 0.5:
-        return replace(ranks, pushes=True, wal=logs)
+        waits = strategy is not Strategy.PIPELINE or random.Random(f"{ranks} mode").random() < 0.5
+        return replace(ranks, pushes=True, wal=logs, sync=waits)
     if strategy is Strategy.SHARDED:
         return replace(plan, logical_ranks=4) if plan.replicas > 1 else replace(plan, parts=1)
     return ranks

@@ -177,6 +177,7 @@ def test_each_strategy_meets_every_kind_of_fault() -> None:
     assert {plan.schedule for plan in pipelines} == {*PipelineSchedule}
     assert {plan.parts for plan in pipelines} == {2, 3}
     assert {(plan.pushes, plan.wal) for plan in pipelines} == {(False, False), (True, False), (True, True)}
+    assert {(plan.pushes, plan.sync) for plan in pipelines} == {(False, True), (True, False), (True, True)}
     assert {plan.replicas for plan in pipelines if plan.pushes} == {1, 2}
 
 

@@ -92,6 +92,17 @@ def test_promise_2_each_sample_counts_once_when_one_of_two_pipelines_is_lost(
         assert finish(script, out)["counts"] == [[4.0] * 96] * 2
 
 
+def test_gradients_are_compressed(yard: LocalCluster, probes: Probes) -> None:
+    given, servers = ("stages", "--samples", "160", "--epochs", "2"), {"job__strategy": "parameter_server"}
+    servers["job__between"] = "all_reduce"
+    wanted = probes.run(*given, **settings(yard, "whole", 1, **servers))["losses"]
+    coarse = {"job__compression__push": "bf16", "job__compression__whole_elements_max": 0}
+    for script, out in start(probes, 2, *given, **settings(yard, "compressed", **coarse)):
+        losses = finish(script, out)["losses"]
+        assert losses == pytest.approx(wanted, rel=0.05)
+        assert losses[5:] != pytest.approx(wanted[5:], rel=1e-5)
+
+
 @pytest.mark.long("clipped")
 @pytest.mark.parametrize("clip", [0.0, 0.05], ids=["unclipped", "clipped"])
 def test_losses_of_one_pipeline_are_those_of_one_worker(yard: LocalCluster, probes: Probes, clip: float) -> None:
@@ -119,23 +130,27 @@ def test_a_fast_pipeline_does_not_wait_for_a_slow_one(yard: LocalCluster, probes
     assert steps[0] > 3 * steps[2], steps
 
 
-@pytest.mark.long("1-frozen", "0-killed")
+@pytest.mark.long("variables-1-frozen", "rows of tables-0-killed")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 @pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("with_rows", [False, True], ids=["variables", "rows of tables"])
 def test_promise_2_each_sample_counts_once_when_a_stage_is_lost(
-    yard: LocalCluster, probes: Probes, how: signal.Signals, place: int
+    yard: LocalCluster, probes: Probes, how: signal.Signals, place: int, with_rows: bool
 ) -> None:
     """It is lost before it pushes a batch, which the other stage may have pushed. A worker in reserve takes its place.
-    There is no checkpoint to go back to. One that was frozen pushes the batch when it wakes up."""
-    given = counted(48, 4, "--pause-ms", "20", "--lose", str(place), "8", str(int(how)))
-    started = start(probes, 3, *given, **settings(yard, f"lost-{how.name.lower()}-{place}"))
+    There is no checkpoint to go back to. One that was frozen pushes the batch when it wakes up. The second stage looks
+    up rows."""
+    rows = ("--with-rows",) if with_rows else ()
+    given = counted(48, 4, "--pause-ms", "20", "--lose", str(place), "8", str(int(how)), *rows)
+    more = {"job__pipeline__cut": "counts.second"} if with_rows else {}
+    started = start(probes, 3, *given, **settings(yard, f"lost-{how.name}-{place}-{with_rows}".lower(), **more))
     wait_for_any([script for script, _ in started], "is lost")
     victim, _ = take(started, place)
     for script, _ in started:
         script.wait_for("in group 2")
     victim.process.send_signal(signal.SIGCONT)
     for script, out in started:
-        assert finish(script, out)["counts"] == [[4.0] * 48] * 2
+        assert finish(script, out)["counts"] == [[4.0] * 48] * (2 + with_rows)
     assert victim.wait() != 0
 
 
@@ -167,12 +182,17 @@ def test_a_worker_that_leaves_in_order_changes_no_step(
     assert sum(map(computed, everyone)) == 2 * 40
 
 
-def test_gradient_that_is_not_finite_in_one_stage_counts_in_none(yard: LocalCluster, probes: Probes) -> None:
-    given = counted(48, 2, "--nan-samples", "3")
-    started = start(probes, 2, *given, **settings(yard, "nan"))
-    (first, second), again = finish(*started[0])["counts"], finish(*started[1])["counts"]
-    assert [first, second] == again
-    assert first == second
+@pytest.mark.long("rows of tables")
+@pytest.mark.parametrize("with_rows", [False, True], ids=["variables", "rows of tables"])
+def test_gradient_that_is_not_finite_in_one_stage_counts_in_none(
+    yard: LocalCluster, probes: Probes, with_rows: bool
+) -> None:
+    given = counted(48, 2, "--nan-samples", "3", *(["--with-rows"] if with_rows else []))
+    more = {"job__pipeline__cut": "counts.second"} if with_rows else {}
+    started = start(probes, 2, *given, **settings(yard, f"nan-{with_rows}".lower(), **more))
+    (first, *others), again = finish(*started[0])["counts"], finish(*started[1])["counts"]
+    assert [first, *others] == again
+    assert others == [first] * (1 + with_rows)
     assert first[3] == 0.0
     # each epoch has other batches: those with the sample do not count, and the others do
     assert sum(first) == 2 * (48 - 4)

@@ -110,7 +110,7 @@ def test_gradient_is_clipped_by_the_norm_over_all_parts(
     )
 
 
-@pytest.mark.long("pipeline-0-killed", "pipeline-1-rows", "sharded-rows", "tensor-1-frozen")
+@pytest.mark.long("pipeline-1-frozen", "pipeline-0-rows", "sharded-rows", "tensor-1-frozen")
 @pytest.mark.parametrize(
     ("strategy", "place", "how", "with_rows"),
     [
@@ -131,22 +131,22 @@ def test_gradient_is_clipped_by_the_norm_over_all_parts(
 def test_promise_2_a_lost_part_costs_no_step(
     yard: LocalCluster, probes: Probes, strategy: str, place: int, how: signal.Signals, with_rows: bool
 ) -> None:
-    """A worker in reserve takes its place, and goes on from the step at hand. There is no checkpoint to go back to.
-    Each step waits for the norm over all parts, which clips nothing. Rows are looked up in the second stage."""
-    more = {"job__checkpoint__url": "never", "job__clip__norm": 1e9}
+    """It is lost before it pushes a step, which the other one pushes. A worker in reserve takes its place, and goes on
+    from that step. There is no checkpoint to go back to. Without rows each step waits for the norm over all
+    parts, which clips nothing. Rows are looked up in the second stage, when all have the step."""
+    more = {"job__checkpoint__url": "never", "job__clip__norm": 0.0 if with_rows else 1e9}
     if with_rows and strategy == "pipeline":
         more["job__pipeline__cut"] = "counts.second"
     common = settings(yard, f"lost-{how.name}-{place}-{strategy}-{with_rows}".lower(), strategy=strategy, **more)
     accumulate = "2" if how is signal.SIGSTOP else "1"
     mode = "tensor-counts" if strategy == "tensor" else "stage-counts"
     given = [mode, "--samples", "48", "--epochs", "4", "--pause-ms", "20", "--accumulate", accumulate]
+    given += ["--lose", str(place), "8", str(int(how))]
     if with_rows:
         given += ["--with-rows", *(["--look-ahead"] if how is signal.SIGKILL else [])]
     started = start(probes, 3, *given, **common)
-    wait_for_any([script for script, _ in started], "computed 13")
-    in_place = [any(f"has place {place} of 2" in line for line in script.lines) for script, _ in started]
-    victim, _ = started.pop(in_place.index(True))
-    victim.process.send_signal(how)
+    wait_for_any([script for script, _ in started], "is lost")
+    started.remove(next(each for each in started if any("is lost" in line for line in each[0].lines)))
     for script, out in started:
         assert finish(script, out)["counts"] == [[4.0] * 48] * (2 + with_rows)
 
@@ -261,3 +261,15 @@ def test_checkpoint_is_restored_under_the_other_setting(
             order = ["checkpoint", "restore", job, "--url", str(tmp_path), "--coordinator", yard.coordinator]
             assert main([*order, "--state", str(yard._folder)]) == 0
     assert [*found[0], *found[1]] == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.long("tensor")
+@pytest.mark.parametrize("strategy", ["sharded", "tensor"])
+def test_batches_of_the_script_itself_are_refused(yard: LocalCluster, probes: Probes, strategy: str) -> None:
+    """Each worker would bring another one, and compute a part of it."""
+    layers = {"job__tensor__colwise": "project", "job__tensor__rowwise": "out"}
+    common = settings(yard, f"own-{strategy}", strategy=strategy, **layers)
+    for script, out in start(probes, 2, "cut-mistakes", "--mistakes", "own data", **common):
+        assert finish(script, out)["errors"] == {
+            "own data": f"job.train_step outside of job.batches in a job whose job.strategy is {strategy}"
+        }

@@ -271,8 +271,12 @@ class CountsOfRows(torch.nn.Module):
         self.rows, self.spoiled = sy.Embedding(1, table=table), Spoiled(nan_samples)
 
     def forward(self, index: torch.Tensor) -> torch.Tensor:
-        counted = self.counts(index)
-        return counted + self.spoiled(self.rows(index * 1_000_003).squeeze(1), index).double()
+        if isinstance(self.counts, CountsBesideLayers):  # before the members of a tensor-parallel replica meet
+            return self._of_rows(index) + self.counts(index)
+        return self.counts(index) + self._of_rows(index)
+
+    def _of_rows(self, index: torch.Tensor) -> torch.Tensor:
+        return self.spoiled(self.rows(index * 1_000_003).squeeze(1), index).double()
 
 
 class Spoiled(torch.nn.Module):

@@ -163,6 +163,12 @@ def _shares_of(
             why="the workers of a replica push a gradient after all of them have computed it",
             todo="leave worker.exchange out",
         )
+    if loop.session.settings.worker.cached_rows_bytes:
+        raise ConfigurationError(
+            f"worker.cached_rows_bytes in a job with job.between {settings.between.value}",
+            why="gradients of cached rows are pushed by other workers too, so the cache would miss updates",
+            todo="leave worker.cached_rows_bytes out",
+        )
     if isinstance(replica, Pipeline):
         return WholeVariables(replica.places, settings.workers_per_rank)
     return RowShares([each.spec for each in variables], settings.shares)

@@ -13,6 +13,7 @@ import torch
 from shardyard.domain.errors import InvalidRequest
 from shardyard_worker.consistency.groups.computed_together import RunsTogether
 from shardyard_worker.consistency.groups.pushed_async import PushedAsync
+from shardyard_worker.consistency.groups.pushed_shares import PushedShares
 from shardyard_worker.consistency.groups.sharded import ShardedStrategy, TensorStrategy
 from shardyard_worker.job.prepare import JobOptimizer
 from shardyard_worker.job.training_loop import TrainingLoop
@@ -104,7 +105,7 @@ class TrainStep:
                 why="all members compute equally often in a step, and must know how often",
                 todo="give job.batches accumulate, the number of batches in a step",
             )
-        if isinstance(strategy, TensorStrategy) and self._loop.feed is None:
+        if isinstance(strategy, TensorStrategy | PushedShares) and self._loop.feed is None:
             raise InvalidRequest(
                 f"job.train_step outside of job.batches in a job whose job.strategy is {name}",
                 why="all workers compute the same batch, with the same random numbers",

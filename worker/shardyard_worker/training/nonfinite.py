@@ -26,6 +26,9 @@ from shardyard_worker.session.session import Session
 
 log = logging.getLogger("shardyard.worker")
 
+Rows = tuple[int, npt.NDArray[np.float32]]
+"""A table's number, and the gradients of its rows, shape (m, dim)."""
+
 PAUSE_MS_MAX = 1_000
 _NAMES = {torch.float32: "float32", torch.float64: "float64"}
 
@@ -56,7 +59,7 @@ class NonFiniteCheck:
         tensors: Sequence[torch.Tensor | None],
         step: int,
         highest: int,
-        rows: Sequence[tuple[int, npt.NDArray[np.float32]]] = (),
+        rows: Sequence[Rows] = (),
     ) -> bool:
         """Whether work counts with these gradients, one for each variable, computed at `step`, and those of table rows.
         If not, the coordinator has recorded it. `highest`: see StepInput. Raises StaleToken, StraddlingRange, and what
@@ -73,20 +76,26 @@ class NonFiniteCheck:
         self._report(name, parameter, step, highest)
         return False
 
-    def first(self, tensors: Sequence[torch.Tensor | None]) -> int | None:
-        """The first variable whose gradient is not finite; None if there is none, or nothing is checked. For workers
-        with a part of the gradients each: one of them then calls `counts_with`."""
-        return self._first_not_finite(tensors) if self._looks else None
+    def first(self, tensors: Sequence[torch.Tensor | None], rows: Sequence[Rows] = ()) -> int | None:
+        """The number of the first variable, or behind them table, whose gradient is not finite; None if there is none,
+        or nothing is checked. For workers with a part of the gradients each: one of them then calls `counts_with`."""
+        if not self._looks:
+            return None
+        found = self._first_not_finite(tensors)
+        if found is None and rows:
+            table = self._first_table_not_finite(rows)
+            found = None if table is None else len(self._names) + self._tables.index(table)
+        return found
 
     def counts_with(self, name: PushName, first: int | None, step: int, highest: int) -> bool:
-        """As `counts`. `first`: the first variable whose gradient is not finite, in any worker."""
+        """As `counts`. `first`: what `first` has found, in any worker."""
         if first is None:
             self._in_a_row = 0
             return True
-        self._report(name, self._names[first], step, highest)
+        self._report(name, [*self._names, *self._tables][first], step, highest)
         return False
 
-    def _first_table_not_finite(self, rows: Sequence[tuple[int, npt.NDArray[np.float32]]]) -> str | None:
+    def _first_table_not_finite(self, rows: Sequence[Rows]) -> str | None:
         filled = [(table, values) for table, values in rows if values.size]
         arrays = [values for _, values in filled]
         first = first_not_finite([each.ctypes.data for each in arrays], [each.size for each in arrays], "float32")

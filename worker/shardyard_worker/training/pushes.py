@@ -122,8 +122,7 @@ class PushBuilder:
         job."""
         if sending.overflow or not sending.coded:
             return True
-        rows = [] if sending.rows is None else [(each.table, each.values) for each in sending.rows.tables]
-        return self.nonfinite.counts(name, sending.tensors, step, sending.highest, rows)
+        return self.nonfinite.counts(name, sending.tensors, step, sending.highest, sending.table_rows)
 
     def of_rank(self, rank: Rank, sending: StepInput) -> StepInput:
         """The part that this logical rank sends. With job.buffers first, only rank 0 sends buffers."""

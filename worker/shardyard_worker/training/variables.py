@@ -17,6 +17,7 @@ from shardyard.domain.variables import VariableSpec
 from shardyard_worker.exchange.buffers.flat_buffers import FlatBuffers
 from shardyard_worker.exchange.requests import Bases
 from shardyard_worker.exchange.server_group import ServerGroup
+from shardyard_worker.rows.dedup import Float32s
 from shardyard_worker.session.session import Session
 from shardyard_worker.training.table_binding import TableBinding, TakenRows
 
@@ -85,6 +86,11 @@ class StepInput:
     counted."""
     samples: int | None = None
     """How many samples it counts as, for people. None: its weight."""
+
+    @property
+    def table_rows(self) -> list[tuple[int, Float32s]]:
+        """The gradients of rows, by the tables' numbers."""
+        return [] if self.rows is None else [(each.table, each.values) for each in self.rows.tables]
 
 
 @dataclass(frozen=True)

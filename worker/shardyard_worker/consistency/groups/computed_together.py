@@ -21,9 +21,11 @@ from shardyard.domain.push_names import PushName
 from shardyard_worker.consistency.groups.group_strategy import GroupStrategy
 from shardyard_worker.replicas.collectives import Collectives
 from shardyard_worker.replicas.group_store import GroupLost
+from shardyard_worker.replicas.row_shares import exchange_rows
 from shardyard_worker.replicas.spread_model import SpreadModel
 from shardyard_worker.session.session import Session
-from shardyard_worker.training.table_binding import Upcoming
+from shardyard_worker.training.table_binding import TakenRows, Upcoming
+from shardyard_worker.training.trainer import Trainer
 from shardyard_worker.training.variables import StepInput
 
 
@@ -33,6 +35,7 @@ class RunsTogether(ABC):
     weight_of_batch: Callable[[], float | None]
     """The share of the batch at hand in the samples of its work; None: no work is at hand."""
     _session: Session
+    _trainer: Trainer
     _model: SpreadModel
     """What this worker has a part of."""
     _lost: GroupLost | None = None
@@ -126,6 +129,23 @@ class RunsTogether(ABC):
         """Nothing was computed of the step at hand."""
         self._passes, self._weight, self._has_odd_loss = 0, 0.0, False
         self._model.drop_gradients()
+
+    # ---- rows of tables, where each member pushes to partitions of its own
+
+    def _own_rows(self, sending: StepInput) -> TakenRows | None:
+        """The gradients of rows that belong to this worker's partitions. Raises GroupLost."""
+        if self._trainer.link.tables is None:
+            return None
+        rows = self._given_rows(sending)
+        return None if rows is None else rows.unscaled(torch.tensor(self._weight, dtype=torch.float64))
+
+    def _given_rows(self, sending: StepInput) -> TakenRows | None:
+        """The same, times the weight of the work. Members have computed gradients of different rows, or samples."""
+        tables, inside, owned = self._trainer.link.tables, self._inside, self._trainer.partitions_at
+        assert tables is not None
+        assert inside is not None
+        dims = [each.dim for each in tables.settings]
+        return exchange_rows(sending.rows, tables.groups(), dims, inside, owned, tables.partitions)
 
 
 class ComputedTogether(RunsTogether, GroupStrategy):

@@ -40,7 +40,7 @@ LEADER = 0
 """The place in a pipeline of the worker that leases data."""
 LEAVE, LOST, LOSS, SQUARE_NORM = range(4)
 FACTS = 4
-"""Behind them each member of a pipeline has a place: 1 + the first variable whose gradient is not finite, or 0."""
+"""Behind them each member of a pipeline has a place: 1 + the number of what is not finite (NonFiniteCheck), or 0."""
 
 
 class PushedAsync(RunsTogether, AsyncStrategy):
@@ -200,7 +200,7 @@ class PushedAsync(RunsTogether, AsyncStrategy):
         self,
         name: PushName | None,
         sending: StepInput | None,
-        upcoming: Upcoming | None = None,  # noqa: ARG002 - there are no rows
+        upcoming: Upcoming | None = None,  # noqa: ARG002 - rows are looked up on all servers, and pushes go to some
     ) -> None:
         if name is None:
             raise errors.InvalidRequest(
@@ -246,12 +246,12 @@ class PushedAsync(RunsTogether, AsyncStrategy):
         said[LEAVE] = float(self._session.replica_generation > inside.group.generation or self._session.drain.asked)
         said[LOST] = float(self._has_lost_push)
         said[LOSS] = self._own_loss
-        found = pushes.nonfinite.first(own.tensors)
+        found = pushes.nonfinite.first(own.tensors, own.table_rows)
         said[FACTS + inside.place] = 0.0 if found is None else 1.0 + found
         if pushes.clipper is not None:
-            said[SQUARE_NORM] = pushes.clipper.square_norm(
-                [each for each in self._pipeline.gradients if each is not None]
-            )
+            gradients = [each for each in self._pipeline.gradients if each is not None]
+            rows = [] if own.rows is None else own.rows.tensors
+            said[SQUARE_NORM] = pushes.clipper.square_norm([*gradients, *rows])
         facts = self._sum(said)
         self._is_to_leave = bool(facts[LEAVE])
         if facts[LOST]:
@@ -265,7 +265,7 @@ class PushedAsync(RunsTogether, AsyncStrategy):
         return own if odd is None else None
 
     def _judge(self, name: PushName, odd: int | None, highest: int) -> bool:
-        """The leader reports work that does not count. `odd`: the first variable whose gradient is not finite. Returns
+        """The leader reports work that does not count. `odd`: the number of what is not finite. Returns
         whether all members can push it, some as nothing."""
         refused = False
         if self.leads:
@@ -292,4 +292,5 @@ class PushedAsync(RunsTogether, AsyncStrategy):
         for gradient in self._pipeline.gradients:
             if gradient is not None and self._weight != 1.0:
                 gradient.mul_(1.0 / self._weight)
-        return replace(sending, tensors=tensors, samples=None if inside.place == LEADER else 0)
+        rows, samples = self._own_rows(sending), None if inside.place == LEADER else 0
+        return replace(sending, tensors=tensors, rows=rows, samples=samples)

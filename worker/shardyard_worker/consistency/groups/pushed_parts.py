@@ -31,10 +31,9 @@ from shardyard_worker.exchange.requests import ExchangeResult, PullSpec
 from shardyard_worker.exchange.server_group import ServerGroup
 from shardyard_worker.replicas.collectives import Collectives
 from shardyard_worker.replicas.group_store import GroupLost, while_newest
-from shardyard_worker.replicas.row_shares import exchange_rows
 from shardyard_worker.replicas.spread_model import SpreadModel
 from shardyard_worker.rows.row_prefetch import RowPrefetch
-from shardyard_worker.training.table_binding import TakenRows, Upcoming
+from shardyard_worker.training.table_binding import Upcoming
 from shardyard_worker.training.trainer import SLICE_MS, Trainer, explain
 from shardyard_worker.training.variables import StepInput
 
@@ -235,21 +234,6 @@ class PushedParts(ComputedTogether):
                 tensor.mul_(1.0 / self._weight)
         rows, samples = self._own_rows(sending), sending.samples if self._collectives.place == 0 else 0
         return replace(sending, tensors=tensors, rows=rows, samples=samples)
-
-    def _own_rows(self, sending: StepInput) -> TakenRows | None:
-        """The gradients of rows that belong to this worker's partitions. Raises GroupLost."""
-        if self._trainer.link.tables is None:
-            return None
-        rows = self._given_rows(sending)
-        return None if rows is None else rows.unscaled(torch.tensor(self._weight, dtype=torch.float64))
-
-    def _given_rows(self, sending: StepInput) -> TakenRows | None:
-        """The same, times the weight of the work. Members have computed gradients of different rows, or samples."""
-        tables, inside, owned = self._trainer.link.tables, self._collectives, self._trainer.partitions_at
-        assert tables is not None
-        assert inside is not None
-        dims = [each.dim for each in tables.settings]
-        return exchange_rows(sending.rows, tables.groups(), dims, inside, owned, tables.partitions)
 
     @property
     def _looks_up_rows(self) -> bool:

@@ -31,7 +31,7 @@ from shardyard_worker.training.trainer import Trainer
 from shardyard_worker.training.variables import StepInput
 
 
-class _PushedShares(PushedParts):
+class PushedShares(PushedParts):
     """The base of both."""
 
     _model: ShardedModel
@@ -88,7 +88,7 @@ class _PushedShares(PushedParts):
         return [each.found for each in self._model.replica.buffers]
 
 
-class PushedShards(_PushedShares):
+class PushedShards(PushedShares):
     """For job.strategy sharded."""
 
     _model: FullyShardedModel
@@ -109,7 +109,7 @@ class PushedShards(_PushedShares):
         return [each.to(buffer.target.dtype) for each, buffer in zip(found, buffers, strict=True)]
 
 
-class PushedTensors(_PushedShares):
+class PushedTensors(PushedShares):
     """For job.strategy tensor."""
 
     _model: TensorParallelModel
