@@ -129,7 +129,7 @@ def plan(
             why="there is nothing to train",
             todo="give job.prepare a model that has parameters",
         )
-    blocks = shares * _blocks(variables, block_bytes)
+    blocks = _blocks(variables, block_bytes) + (shares - 1) * len(variables)
     if blocks > limits.BLOCKS_MAX:
         raise TooLarge(
             f"the variables make {blocks} blocks of {block_bytes} bytes; at most {limits.BLOCKS_MAX} are taken",

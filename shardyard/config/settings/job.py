@@ -109,7 +109,7 @@ class JobSettings(Section):
         description="With strategy pipeline, sharded or tensor: how replicas combine gradients, and where variables"
         " live. all_reduce: in the workers; those with the same part of a replica add up their gradients, and each"
         " takes the step. parameter_server: on the servers, which take the step; each worker pushes the gradients of"
-        " its part, and pulls its values. With pipelines job.consistency.mode may be async then.",
+        " its part, and pulls its values. A pipeline then takes job.consistency.mode async, too.",
     )
     deterministic: bool = Field(
         default=False,

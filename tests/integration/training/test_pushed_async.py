@@ -72,6 +72,14 @@ def test_each_sample_counts_once_in_each_stage(yard: LocalCluster, probes: Probe
     assert sum(result["computed"] for result in results) == 2 * 3 * 24, "one pipeline computes a batch"
 
 
+def test_a_stop_between_two_batches_of_a_work_drops_it_in_all_stages(yard: LocalCluster, probes: Probes) -> None:
+    given = counted(96, 2, "--accumulate", "2", "--stop-at", "5")
+    for script, out in start(probes, 2, *given, **settings(yard, "stopped")):
+        first, second = finish(script, out)["counts"]
+        assert first == second
+        assert sum(first) % 8 == 0, "two batches of four samples a work"
+
+
 @pytest.mark.long("3")
 @pytest.mark.parametrize("place", [0, 3])
 def test_promise_2_each_sample_counts_once_when_one_of_two_pipelines_is_lost(

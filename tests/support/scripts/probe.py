@@ -320,6 +320,8 @@ def train_stage_counts(job: sy.Job, options: argparse.Namespace) -> dict[str, ob
         computed += 1
         announce(computed)
         hold(options, computed)
+        if computed == options.stop_at:
+            job.stop(f"computed {computed}")
     counts = [counted.first.counts.tolist(), counted.second.counts.tolist()]
     if options.with_rows:
         counts.append(model.rows(index * 1_000_003).flatten().tolist())

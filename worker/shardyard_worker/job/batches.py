@@ -42,7 +42,9 @@ def open_batches(
     settings.check(in_order=reader.in_order)
     if isinstance(loop.replica, SpreadModel):
         samples, ranks = reader.samples, loop.session.logical_ranks or 1
-        plan = EpochPlan(samples, settings.batch_size, ranks, settings.drop_last, settings.accumulate)
+        # a data shard has full batches, and then the rest
+        accumulate = 1 if loop.session.mode is UpdateMode.ASYNC else settings.accumulate
+        plan = EpochPlan(samples, settings.batch_size, ranks, settings.drop_last, accumulate)
         loop.replica.check_batches(plan)
     own_steps = loop.own_steps or (0 if loop.local is None else loop.local.taken)
     if own_steps and loop.session.mode is UpdateMode.SYNC:

@@ -91,7 +91,7 @@ def prepare(
     fetched = partial(_fetched_state, loop, spec, replica)
     prepared = ServerOptimizer(optimizer, spec.kind, step, rows, fetched)
     variables = [*parameters, *buffers, *counts]
-    shares = _shares_of(loop, replica, variables)
+    shares = _shares_of(loop, replica, variables, has_tables=bool(tables))
     loop.begin(
         variables, spec, prepared.settings, model=model, tables=rows, state=state, replica=replica, shares=shares
     )
@@ -151,7 +151,7 @@ def _replica_of(
 
 
 def _shares_of(
-    loop: TrainingLoop, replica: Replica | SpreadModel | None, variables: Sequence[Variable]
+    loop: TrainingLoop, replica: Replica | SpreadModel | None, variables: Sequence[Variable], *, has_tables: bool
 ) -> Shares | None:
     """What each worker of a replica pushes; None: a worker pushes all that it pushes. Raises ConfigurationError."""
     settings, exchange = loop.session.job_settings, loop.session.settings.worker.exchange
@@ -163,7 +163,7 @@ def _shares_of(
             why="the workers of a replica push a gradient after all of them have computed it",
             todo="leave worker.exchange out",
         )
-    if loop.session.settings.worker.cached_rows_bytes:
+    if has_tables and loop.session.settings.worker.cached_rows_bytes:
         raise ConfigurationError(
             f"worker.cached_rows_bytes in a job with job.between {settings.between.value}",
             why="gradients of cached rows are pushed by other workers too, so the cache would miss updates",

@@ -81,6 +81,8 @@ class Trainer:
         self._layout = layout
         self.partitions_at = [] if shares is None else shares.partitions(layout)
         """Those to which the worker at each place in a replica pushes."""
+        self.first_place = next((place for place, each in enumerate(self.partitions_at) if each), 0)
+        """That of the first worker that pushes to any."""
         self.accumulates = False
         """Whether the next backward adds to the gradients of this one, before they are pushed."""
         self.accumulates_by_hand = False
@@ -191,8 +193,8 @@ class Trainer:
         old.close()
 
     def use_place(self, place: int | None, variables: Sequence[Variable] | None = None) -> None:
-        """From now on this worker pushes, and pulls, the share of that place in a replica only; None: all. Its values
-        are not there until the next pull. `variables`: the shares, if variables are cut."""
+        """From now on this worker pushes, and pulls, the share of that place in a replica; with None, all variables.
+        The values are not there until the next pull. `variables`: the shares, if variables are cut."""
         if place == self._place and variables is None:
             return
         self._place, link = place, self.link

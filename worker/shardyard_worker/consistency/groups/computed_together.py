@@ -1,5 +1,5 @@
 """Batches that are computed by several workers together, a part of the model in each: the base of `spread`, of
-`pushed_stages` and of `pushed_async`.
+`pushed_parts` and of `pushed_async`.
 
 `run` computes gradients together with the other members of this worker's replica, and leaves each with those of its own
 variables.
@@ -176,9 +176,3 @@ class ComputedTogether(RunsTogether, GroupStrategy):
 def square_norm(gradients: Sequence[torch.Tensor | None]) -> float:
     norms = [float(torch.linalg.vector_norm(each)) for each in gradients if each is not None]
     return sum([norm * norm for norm in norms])
-
-
-def has_odd_rows(sending: StepInput | None) -> bool:
-    """Whether gradients of its rows are not finite."""
-    rows = None if sending is None else sending.rows
-    return rows is not None and not all(bool(each.isfinite().all()) for each in rows.tensors)

@@ -34,9 +34,8 @@ class GroupRanks(LogicalRanks):
         self.held = {rank: RankPosition(Token(generation), step, step) for rank in ranks}
 
     def open_all(self) -> dict[Rank, int]:
-        """Writes the group's generation as the token of these ranks to every partition to which this worker pushes.
-        From then on pushes of former groups are refused. Returns the lowest next step of each rank over these
-        partitions. Raises StaleToken."""
+        """Writes the group's generation as the token of these ranks to every partition. From then on pushes of former
+        groups are refused. Returns the lowest next step of each rank over all partitions. Raises StaleToken."""
         keys = {rank: key for rank in self.held for key in self._keys_of(rank)}
         marks = self._trainer.router.open_sources([(key, self.held[rank].token) for rank, key in keys.items()])
         for rank, key in keys.items():

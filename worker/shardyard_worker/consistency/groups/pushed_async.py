@@ -172,8 +172,10 @@ class PushedAsync(RunsTogether, AsyncStrategy):
         """Returns when all members of the pipeline have called this: what they have pushed is answered, and the leader
         opens a lease next. If the group is lost meanwhile, the next call of another method says so."""
         self._forget_step()
+        inside = self._collectives
         try:
-            self._sum([0.0])
+            # as many facts as members may be waiting for since they computed a batch that was dropped
+            self._sum([0.0] * (FACTS + (0 if inside is None else inside.size)))
             self._has_lost_push = False
         except GroupLost as error:
             self._lost = error
@@ -285,12 +287,12 @@ class PushedAsync(RunsTogether, AsyncStrategy):
         raise LostWork
 
     def _own(self, sending: StepInput, inside: Collectives) -> StepInput:
-        """The part of this member, as the mean over the batches of the work. The leader reports the samples."""
+        """The part of this member, as the mean over the batches of the work. One member reports the samples."""
         tensors: list[torch.Tensor | None] = [None] * len(sending.tensors)
         for at in self._pipeline.replica.places:
             tensors[at] = sending.tensors[at]
         for gradient in self._pipeline.gradients:
             if gradient is not None and self._weight != 1.0:
                 gradient.mul_(1.0 / self._weight)
-        rows, samples = self._own_rows(sending), None if inside.place == LEADER else 0
+        rows, samples = self._own_rows(sending), None if inside.place == self._trainer.first_place else 0
         return replace(sending, tensors=tensors, rows=rows, samples=samples)

@@ -12,19 +12,18 @@ Owns: this worker's place in its replica. Must not know: how gradients are compu
 from __future__ import annotations
 
 import logging
-import math
 from abc import abstractmethod
 from dataclasses import replace
 from functools import partial
 
 import torch
 
-from shardyard.domain.consistency import BufferMode, NonFinite
+from shardyard.domain.consistency import BufferMode
 from shardyard.domain.ids import Rank
 from shardyard.domain.push_names import PushName
 from shardyard.domain.replica_groups import ReplicaGroup
 from shardyard.domain.variables import VariableKind
-from shardyard_worker.consistency.groups.computed_together import ComputedTogether, has_odd_rows, square_norm
+from shardyard_worker.consistency.groups.computed_together import ComputedTogether
 from shardyard_worker.consistency.logical_ranks import LogicalRanks
 from shardyard_worker.consistency.step_versions import StepVersions
 from shardyard_worker.exchange.requests import ExchangeResult, PullSpec
@@ -41,7 +40,7 @@ log = logging.getLogger("shardyard.worker")
 
 LEAVE, LOSS = range(2)
 FACTS = 2
-"""Behind them each member of a replica has a place, above 0 if its gradients are not finite."""
+"""Behind them each member of a replica has a place: 1 + the number of what is not finite (NonFiniteCheck), or 0."""
 
 
 class PartVersions(StepVersions):
@@ -96,7 +95,7 @@ class PartVersions(StepVersions):
 
     def _ask_for_norms(self, version: int) -> None:
         """If the step that makes this version is clipped by its norm: asks all servers for their partitions' parts of
-        it, also those of other stages. The next pull brings the sum."""
+        it, also those of other members. The next pull brings the sum."""
         if self._trainer.router.lacks_norms(version - 1):
             pull = PullSpec(version, exactly=True, wait_ms=SLICE_MS, values=False)
             self._trainer.router.pull_rows(pull, None)
@@ -194,18 +193,21 @@ class PushedParts(ComputedTogether):
             said = [0.0] * (FACTS + inside.size)
             said[LEAVE] = float(self._session.replica_generation > inside.group.generation)
             said[LOSS] = self._own_loss
-            if not math.isfinite(square_norm(self._gradients_in(own))) or has_odd_rows(own):
-                said[FACTS + inside.place] = 1.0 + self._has_odd_loss
+            check, step = self._trainer.pushes.nonfinite, self.versions.current
+            assert step is not None
+            found = check.first(own.tensors, own.table_rows)
+            said[FACTS + inside.place] = 0.0 if found is None else 1.0 + found
             facts = self._sum(inside, said)
             self.loss = facts[LOSS]
             self._is_to_leave = bool(facts[LEAVE])
-            odd = facts[FACTS:]
-            if any(odd) and self._settings.nonfinite is not NonFinite.ALLOW:
-                if inside.place == odd.index(max(odd)):
+            odd = next(((at, int(each) - 1) for at, each in enumerate(facts[FACTS:]) if each), None)
+            if odd is not None:
+                if inside.place == odd[0]:
                     with while_newest():
-                        super()._counted(name, rank, own)
+                        check.counts_with(name, odd[1], step, own.highest)
                 inside.meet()  # it was recorded that the work does not count
                 return None
+            check.counts_with(name, None, step, own.highest)
         return own
 
     @abstractmethod
@@ -215,10 +217,6 @@ class PushedParts(ComputedTogether):
     @abstractmethod
     def _given(self, sending: StepInput) -> list[torch.Tensor | None]:
         """The gradients of this worker's part, and its buffers, in the order of the job's variables."""
-
-    def _gradients_in(self, sending: StepInput) -> list[torch.Tensor | None]:
-        variables = zip(sending.tensors, self._trainer.variables, strict=True)
-        return [each for each, variable in variables if variable.spec.kind is VariableKind.PARAMETER]
 
     def _own(self, sending: StepInput, rank: Rank) -> StepInput:
         """This worker's part, as the mean over the samples of the work. One member reports them."""
@@ -232,7 +230,8 @@ class PushedParts(ComputedTogether):
                     tensors[at] = None
             elif self._weight != 1.0:
                 tensor.mul_(1.0 / self._weight)
-        rows, samples = self._own_rows(sending), sending.samples if self._collectives.place == 0 else 0
+        reports = self._collectives.place == self._trainer.first_place
+        rows, samples = self._own_rows(sending), sending.samples if reports else 0
         return replace(sending, tensors=tensors, rows=rows, samples=samples)
 
     @property

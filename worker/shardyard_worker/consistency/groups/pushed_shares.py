@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.utils import _pytree as pytree
@@ -29,6 +29,8 @@ from shardyard_worker.sharding.sharded_model import FullyShardedModel, ShardedMo
 from shardyard_worker.training.table_binding import TakenRows
 from shardyard_worker.training.trainer import Trainer
 from shardyard_worker.training.variables import StepInput
+
+_SEEDS: Final = 1 << 62
 
 
 class PushedShares(PushedParts):
@@ -95,6 +97,8 @@ class PushedShards(PushedShares):
 
     def _compute(self, inside: Collectives, inputs: Sequence[Any], target: Any, weight: float) -> float:
         (inputs, target), part = part_of_batch((inputs, target), inside.place, inside.size)
+        # all members draw the same numbers for a batch, and each drops out other elements of its part
+        torch.manual_seed(int(torch.randint(_SEEDS, ())) + inside.place)
         return part * self._model.compute(inputs, target, weight * part)
 
     def _buffers(self) -> Sequence[torch.Tensor | None]:

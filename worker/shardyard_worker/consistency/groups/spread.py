@@ -30,7 +30,7 @@ from shardyard.domain.ids import Rank
 from shardyard.domain.push_names import PushName
 from shardyard.domain.replica_groups import ReplicaGroup
 from shardyard.runtime.malloc import give_back_freed
-from shardyard_worker.consistency.groups.computed_together import ComputedTogether, has_odd_rows, square_norm
+from shardyard_worker.consistency.groups.computed_together import ComputedTogether, square_norm
 from shardyard_worker.consistency.groups.replica_strategy import RankWork, ReplicaStrategy
 from shardyard_worker.exchange.fan_out import MapChanged
 from shardyard_worker.exchange.requests import ExchangeResult, PullSpec
@@ -382,3 +382,9 @@ class SpreadStrategy(ComputedTogether, ReplicaStrategy):
         for place, each in zip(self.replica.places, gradients.tensors, strict=False):
             tensors[place] = each
         return replace(sending, tensors=tensors)
+
+
+def has_odd_rows(sending: StepInput | None) -> bool:
+    """Whether gradients of its rows are not finite."""
+    rows = None if sending is None else sending.rows
+    return rows is not None and not all(bool(each.isfinite().all()) for each in rows.tensors)
