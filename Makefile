@@ -109,10 +109,11 @@ sbom: ## list what an installation with torch consists of (CycloneDX), in build/
 kernels: $(LOOPS_STAMP) ## compile the servers' loops: once, and not in each of the first processes that need them
 	@PYTHONPATH=$(CURDIR):$(CURDIR)/ps_server $(BIN)/python -m shardyard_ps_server.jit
 
-# collected once here, so that four test processes do not make the bytecode of torch and of all tests at a time; what is
-# wrong with a test is told by those
+# collected once here, so that four test processes do not make the bytecode of torch and of all tests at a time, and what
+# cannot be collected is told once
 $(BYTECODE): $(STAMP)
-	@$(BIN)/python -m pytest --collect-only -qq $(LONGEST) $(TESTS) > /dev/null 2>&1 || true
+	@$(BIN)/python -m pytest --collect-only -qq $(LONGEST) $(TESTS) > $(BYTECODE).log 2>&1 || \
+		{ tail -n 40 $(BYTECODE).log; exit 1; }
 	@touch $(BYTECODE)
 
 # what takes longest comes first, so that no process of the tests waits long for another at the end

@@ -244,7 +244,7 @@ def test_partitions_of_another_strategy_are_refused(
     assert refused.process.wait(30) != 0
 
 
-@pytest.mark.long("pipeline", "sharded")
+@pytest.mark.long("pipeline")
 @pytest.mark.parametrize("strategy", ["pipeline", "tensor"])
 def test_checkpoint_is_restored_under_the_other_setting(
     yard: LocalCluster, probes: Probes, tmp_path: Path, strategy: str
