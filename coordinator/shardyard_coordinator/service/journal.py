@@ -190,11 +190,12 @@ class Journal:
         if free is None:
             return
         wanted = min(ROOM_BYTES, int(free * ROOM_OF_DISK))
-        if self._log_bytes() >= wanted and self.room_bytes() >= wanted // 2:
-            return
         least, most = LOG_PAGES
         pages = min(max(wanted // self._page_bytes() // 2, least), most)
+        # of this connection, not of the file: also where an earlier run has made the room
         self._database.execute(f"PRAGMA wal_autocheckpoint={pages}")
+        if self._log_bytes() >= wanted and self.room_bytes() >= wanted // 2:
+            return
         try:
             with self._transaction():
                 self._database.execute("CREATE TABLE IF NOT EXISTS room (body BLOB)")

@@ -94,6 +94,23 @@ def test_journal_takes_records_while_its_files_cannot_grow(tmp_path: Path, with_
     again.close()
 
 
+def test_log_stays_short_on_a_small_disk_after_a_killed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Journal, "free_bytes", lambda journal: 2 << 20)
+    first = Journal(tmp_path / "first")
+    first.make_room()
+    # as after kill -9: SQLite has not removed the log
+    shutil.copytree(tmp_path / "first", tmp_path / "second")
+    first.close()
+    journal = Journal(tmp_path / "second")
+    journal.make_room()
+    log = tmp_path / "second" / WAL
+    size = log.stat().st_size
+    for _ in range(200):
+        journal.append([("data_leased", {})])
+    assert log.stat().st_size <= size
+    journal.close()
+
+
 def test_full_disk_at_the_opening_is_no_damage(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.append([("one", {})])
