@@ -8,9 +8,10 @@ from shardyard_worker.consistency.backup_workers import BackupVersions
 from shardyard_worker.consistency.groups.mirrored import MirroredStrategy
 from shardyard_worker.consistency.groups.pipelined import PipelineStrategy
 from shardyard_worker.consistency.groups.pushed_async import PushedAsync
-from shardyard_worker.consistency.groups.pushed_shares import PushedShards, PushedTensors
-from shardyard_worker.consistency.groups.pushed_stages import PushedStages
+from shardyard_worker.consistency.groups.pushed_sync import PushedSync
 from shardyard_worker.consistency.groups.sharded import ShardedStrategy, TensorStrategy
+from shardyard_worker.consistency.groups.share_parts import ShardPart, TensorPart
+from shardyard_worker.consistency.groups.stage_part import StagePart
 from shardyard_worker.consistency.hybrid import HybridStrategy
 from shardyard_worker.consistency.strategy import Strategy
 from shardyard_worker.consistency.synchronous import SyncStrategy
@@ -25,20 +26,25 @@ def strategy_for(trainer: Trainer, replica: Replica | SpreadModel | None) -> Str
     """The strategy of the partitions' current mode. Mode `local` is a synchronous job whose steps are rounds.
     `replica`: what this worker can train with variables of its own."""
     session = trainer.session
-    has_replicas = session.job_settings.has_replicas
-    if session.job_settings.strategy.uses_groups:
+    if session.job_settings.has_replicas:
         match replica:
             case Pipeline():
-                if has_replicas:
-                    return PipelineStrategy(trainer, replica)
-                pushes_at_once = session.mode is UpdateMode.ASYNC
-                return PushedAsync(trainer, replica) if pushes_at_once else PushedStages(trainer, replica)
+                return PipelineStrategy(trainer, replica)
             case FullyShardedModel():
-                return ShardedStrategy(trainer, replica) if has_replicas else PushedShards(trainer, replica)
+                return ShardedStrategy(trainer, replica)
             case TensorParallelModel():
-                return TensorStrategy(trainer, replica) if has_replicas else PushedTensors(trainer, replica)
+                return TensorStrategy(trainer, replica)
             case Replica():
                 return MirroredStrategy(trainer, replica)
+    elif session.job_settings.strategy.uses_groups:
+        pushed = PushedAsync if session.mode is UpdateMode.ASYNC else PushedSync
+        match replica:
+            case Pipeline():
+                return pushed(trainer, StagePart(trainer, replica))
+            case FullyShardedModel():
+                return pushed(trainer, ShardPart(trainer, replica))
+            case TensorParallelModel():
+                return pushed(trainer, TensorPart(trainer, replica))
     if session.mode is UpdateMode.ASYNC:  # async, bounded
         return AsyncStrategy(trainer)
     consistency = session.job_settings.consistency

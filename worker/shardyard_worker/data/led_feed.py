@@ -1,5 +1,5 @@
-"""Batches of asynchronous pipelines: the first worker of a pipeline leases data shards, and tells the others which
-batch they compute next (docs/internals/ledger.md, rule D11).
+"""Batches of asynchronous replicas: the first worker of a replica leases data shards, and tells the others which batch
+they compute next (docs/internals/ledger.md, rule D11).
 
 A lease does not outlast the group in which it was opened. When the group ends, the leader gives it back, and whoever
 leads next opens it under a higher token: so servers refuse what a member of the former group still pushes.
@@ -34,7 +34,7 @@ class LedFeed(AsyncFeed):
         self._leased: DataLease | None = None
         """The lease that this worker leads through."""
         self._is_over = False
-        """Whether this pipeline has gone through all data."""
+        """Whether this replica has gone through all data."""
 
     def batches(self) -> Generator[Any, None, None]:
         try:
@@ -133,7 +133,7 @@ class LedFeed(AsyncFeed):
         while True:
             message = self._strategy.hear()
             if message.feed != self._number:
-                raise GroupLost(f"the pipeline is in data set {message.feed}, and this worker in {self._number}")
+                raise GroupLost(f"the replica is in data set {message.feed}, and this worker in {self._number}")
             match message.told:
                 case Told.BATCH:
                     yield from self._compute(message)

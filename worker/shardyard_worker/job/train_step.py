@@ -13,8 +13,7 @@ import torch
 from shardyard.domain.errors import InvalidRequest
 from shardyard_worker.consistency.groups.computed_together import RunsTogether
 from shardyard_worker.consistency.groups.pushed_async import PushedAsync
-from shardyard_worker.consistency.groups.pushed_shares import PushedShares
-from shardyard_worker.consistency.groups.sharded import ShardedStrategy, TensorStrategy
+from shardyard_worker.consistency.groups.sharded import ShardedStrategy
 from shardyard_worker.job.prepare import JobOptimizer
 from shardyard_worker.job.training_loop import TrainingLoop
 from shardyard_worker.optimizers.lr_schedule import JobScheduler
@@ -105,16 +104,16 @@ class TrainStep:
                 why="all members compute equally often in a step, and must know how often",
                 todo="give job.batches accumulate, the number of batches in a step",
             )
-        if isinstance(strategy, TensorStrategy | PushedShares) and self._loop.feed is None:
+        if strategy.needs_feed and self._loop.feed is None:
             raise InvalidRequest(
                 f"job.train_step outside of job.batches in a job whose job.strategy is {name}",
                 why="all workers compute the same batch, with the same random numbers",
                 todo="go through the data by job.batches",
             )
-        if isinstance(strategy, PushedAsync) and (self._loop.feed is None or self._loop.sampled is not None):
+        if isinstance(strategy, PushedAsync) and self._loop.sampled is not None:
             raise InvalidRequest(
-                f"job.train_step outside of job.batches in an asynchronous job whose job.strategy is {name}",
-                why="one worker of a pipeline leases the samples, and tells the others which they are",
+                f"job.sampler in an asynchronous job whose job.strategy is {name}",
+                why="one worker of a replica leases the samples, and tells the others which they are",
                 todo="go through the data by job.batches, or set job.consistency.mode to sync",
             )
         if self._loop.sampled is None:

@@ -3,98 +3,19 @@
 torch's schedules use torch.distributed's default group. `StageGroup` is that group, over the collectives of this
 worker's replica group.
 
-After the schedule the members tell each other a few facts. A member receives them in memory that it offers where it
-first waits for another stage, so that the last member to finish need not wait for the others.
-
-When a connection closes, gloo ends a transfer that has not begun, but neither one of which a part was sent or received,
-nor one that it meets the end of the connection with. So a thread waits for transfers, which is left alone with the one
-that does not end.
-
-Owns: the transfers under way. Must not know: stages, schedules.
+Must not know: stages, schedules.
 """
 
 from __future__ import annotations
 
-import datetime
-import queue
-import threading
-from collections import deque
-from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardyard_worker.replicas.collectives import SLICE, Collectives
+from shardyard_worker.replicas.collectives import Collectives
 from shardyard_worker.replicas.default_group import DefaultGroup
-from shardyard_worker.replicas.group_store import GroupLost
-
-FOREVER: Final = datetime.timedelta(days=365)
-"""A stage may compute for as long as it likes."""
-
-
-class _Waiter:
-    """Waits for one transfer at a time. `check`: called in between; what it raises ends the wait. No other may
-    follow then."""
-
-    def __init__(self, check: Callable[[], None]) -> None:
-        self._check = check
-        self._asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[RuntimeError | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="transfers", daemon=True).start()
-
-    def wait(self, work: Any) -> None:
-        """Raises RuntimeError."""
-        self._asked.put(work)
-        while True:
-            try:
-                failure = self._answers.get(timeout=SLICE.total_seconds())
-            except queue.Empty:
-                self._check()
-                continue
-            if failure is not None:
-                raise failure
-            return
-
-    def end(self) -> None:
-        self._asked.put(None)
-
-    def _run(self) -> None:
-        while (work := self._asked.get()) is not None:
-            try:
-                work.wait(FOREVER)
-            except RuntimeError as error:
-                self._answers.put(error)
-            else:
-                self._answers.put(None)
-
-
-class _Receive:
-    """A tensor under way to this worker. `into`: where it goes, if gloo cannot write it there."""
-
-    def __init__(self, group: StageGroup, work: Any, tensor: torch.Tensor, into: torch.Tensor | None = None) -> None:
-        self._group = group
-        self.work = work
-        self._tensor = tensor  # gloo writes it until it has come
-        self._into = into
-
-    def wait(self, timeout: datetime.timedelta | None = None) -> bool:  # noqa: ARG002 - the group ends a wait
-        self._group.wait(self.work)
-        if self._into is not None:
-            self._into.copy_(self._tensor)
-        return True
-
-
-class _Send:
-    """A tensor under way to another worker. Nobody changes it, so nobody waits for it."""
-
-    def __init__(self, work: Any, tensor: torch.Tensor) -> None:
-        self.work = work
-        self._tensor = tensor  # gloo reads it until it was sent
-
-    def wait(self, timeout: datetime.timedelta | None = None) -> bool:  # noqa: ARG002
-        return True
+from shardyard_worker.replicas.messages import Messages
 
 
 class StageGroup(dist.ProcessGroup):
@@ -105,114 +26,16 @@ class StageGroup(dist.ProcessGroup):
         """Raises InvalidRequest if the script uses torch.distributed itself."""
         super().__init__(inside.place, inside.size)  # type: ignore[call-arg]
         self._gloo = inside.process_group
-        self._everyone = everyone
         self._default = DefaultGroup(self, inside, everyone)
-        self._waiter = _Waiter(self._check)
-        self._checks = 0
-        self._facts = np.zeros((0, 0))
-        """What each member says of the step at hand, and a 1."""
-        self._count = 0
-        """How many each says of it; 0: that is not known yet."""
-        self._receiving: list[_Receive] = []
-        self._sending: deque[_Send] = deque()
-        """What may not be sent yet, from the oldest on."""
+        self.messages = Messages(everyone)
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Any:
-        while len(self._sending) >= SENDS_MAX:
-            self.wait(self._sending.popleft().work)
-        sent = self._sent(self._gloo, tensors[0].detach().contiguous(), dst, tag)
-        self._sending.append(sent)
-        return sent
+        return self.messages.send(self._gloo, tensors[0].detach().contiguous(), dst, tag)
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Any:
-        into = tensors[0].detach()
-        if into.is_contiguous():
-            return self._received(self._gloo, into, src, tag)
-        return self._received(self._gloo, torch.empty(into.shape, dtype=into.dtype), src, tag, into)
-
-    def _sent(self, gloo: Any, tensor: torch.Tensor, place: int, tag: int) -> _Send:
-        try:
-            return _Send(gloo.send([tensor], place, tag), tensor)
-        except RuntimeError as error:
-            raise self.lost(error) from error
-
-    def _received(
-        self, gloo: Any, tensor: torch.Tensor, place: int, tag: int, into: torch.Tensor | None = None
-    ) -> _Receive:
-        try:
-            return _Receive(self, gloo.recv([tensor], place, tag), tensor, into)
-        except RuntimeError as error:
-            raise self.lost(error) from error
-
-    def await_facts(self, count: int) -> None:
-        """Each other member will say so many facts of the step at hand."""
-        self._count = count
-
-    def _receive_facts(self) -> None:
-        self._facts = np.zeros((self._everyone.size, self._count + 1))
-        gloo, rows = self._everyone.process_group, torch.from_numpy(self._facts)
-        self._receiving = [self._received(gloo, rows[at], at, _TAG_OF_FACTS) for at in self._others]
-
-    def sum_facts(self, said: list[float]) -> list[float]:
-        """The sum over all members, of the same bits in each. Returns when all have called this."""
-        self._count = len(said)
-        if not self._receiving:
-            self._receive_facts()
-        own, gloo = torch.tensor([*said, 1.0], dtype=torch.float64), self._everyone.process_group
-        sent = [self._sent(gloo, own, at, _TAG_OF_FACTS) for at in self._others]
-        self._facts[self._everyone.place] = (*said, 1.0)
-        for at, each in zip(self._others, self._receiving, strict=True):
-            self.wait(each.work, is_there=bool(self._facts[at, -1]))
-        self._receiving, self._count = [], 0
-        self._sending = deque(sent)  # a member that says its facts has received what was sent to it before
-        found: list[float] = self._facts.sum(0).tolist()
-        return found[:-1]
-
-    def tell(self, message: torch.Tensor) -> None:
-        """Sends a tensor that nobody changes to all other members, which `hear` it."""
-        for at in self._others:
-            self.send([message], at, _TAG_OF_MESSAGES)
-
-    def hear(self, message: torch.Tensor, place: int) -> None:
-        """Waits for what the member at that place tells next."""
-        self.wait(self._received(self._everyone.process_group, message, place, _TAG_OF_MESSAGES).work)
-
-    @property
-    def _others(self) -> list[int]:
-        return [at for at in range(self._everyone.size) if at != self._everyone.place]
-
-    def wait(self, work: Any, *, is_there: bool = False) -> None:
-        """Returns when the transfer has ended. `is_there`: all of it has been received, so gloo's wait ends at once,
-        and no other thread is needed for it. Raises GroupLost."""
-        if self._count and not self._receiving:  # here no other stage waits for this one
-            self._receive_facts()
-        try:
-            work.wait() if is_there else self._waiter.wait(work)
-        except RuntimeError as error:
-            raise self.lost(error) from error
-
-    def _check(self) -> None:
-        """Raises GroupLost if the group lacks a member, RuntimeError if a connection is closed."""
-        self._everyone.check()
-        self._checks += 1
-        if self._checks % _CHECKS_EACH == 0:
-            for at in self._others:
-                self._everyone.process_group.recv([torch.empty(1)], at, _TAG_OF_NOTHING)
-
-    def lost(self, error: RuntimeError) -> GroupLost:
-        return GroupLost(f"a member of the replica group is gone: {str(error).splitlines()[0][:200]}")
+        return self.messages.receive(self._gloo, tensors[0].detach(), src, tag)
 
     def end(self) -> None:
         """Ends all transfers, and gives torch.distributed back."""
         self._default.end()
-        self._waiter.end()
-
-
-_TAG_OF_FACTS: Final = 1 << 29
-_TAG_OF_NOTHING: Final = _TAG_OF_FACTS + 1
-"""Of a tensor that nobody sends. gloo refuses to begin to receive it if the connection is closed."""
-_TAG_OF_MESSAGES: Final = _TAG_OF_FACTS + 2
-SENDS_MAX: Final = 16
-"""Sends at a time, whose tensors are kept."""
-_CHECKS_EACH: Final = 10
-"""Among so many, one looks at the connections."""
+        self.messages.end()

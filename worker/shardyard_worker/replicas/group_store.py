@@ -29,6 +29,10 @@ class GroupLost(MapChanged):
     """The group has lost a member, or this worker: the collective counts for nobody. The next group continues."""
 
 
+def no_place() -> GroupLost:
+    return GroupLost("this worker has left its replica group")
+
+
 @contextlib.contextmanager
 def while_newest() -> Iterator[None]:
     """Raises GroupLost if there is a later group, or if the job has groups no more."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardyard.domain.errors import InvalidRequest
-from shardyard_worker.consistency.groups.pushed_shares import PushedShards, part_of_batch
+from shardyard_worker.consistency.groups.share_parts import ShardPart, part_of_batch
 from shardyard_worker.replicas.collectives import Collectives
 
 
@@ -32,11 +32,11 @@ def test_members_draw_other_random_numbers() -> None:
     """They have the same seed for a batch, so they would drop out the same elements of their parts."""
 
     def draws(place: int) -> float:
-        strategy: Any = PushedShards.__new__(PushedShards)
-        strategy._model = SimpleNamespace(compute=lambda *_: torch.rand(()).item())
+        part: Any = ShardPart.__new__(ShardPart)
+        part.model = SimpleNamespace(compute=lambda *_: torch.rand(()).item())
         torch.manual_seed(5)
         inside = cast(Collectives, SimpleNamespace(place=place, size=2))
-        return cast(float, strategy._compute(inside, [torch.zeros(4)], torch.zeros(4), 1.0))
+        return cast(float, part._compute(inside, [torch.zeros(4)], torch.zeros(4), 1.0))
 
     with torch.random.fork_rng():
         assert draws(0) == draws(0) != draws(1)

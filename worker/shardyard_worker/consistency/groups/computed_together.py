@@ -1,5 +1,5 @@
 """Batches that are computed by several workers together, a part of the model in each: the base of `spread`, of
-`pushed_parts` and of `pushed_async`.
+`pushed_sync` and of `pushed_async`.
 
 `run` computes gradients together with the other members of this worker's replica, and leaves each with those of its own
 variables.
@@ -21,10 +21,9 @@ from shardyard.domain.push_names import PushName
 from shardyard_worker.consistency.groups.group_strategy import GroupStrategy
 from shardyard_worker.replicas.collectives import Collectives
 from shardyard_worker.replicas.group_store import GroupLost
-from shardyard_worker.replicas.row_shares import exchange_rows
 from shardyard_worker.replicas.spread_model import SpreadModel
 from shardyard_worker.session.session import Session
-from shardyard_worker.training.table_binding import TakenRows, Upcoming
+from shardyard_worker.training.table_binding import Upcoming
 from shardyard_worker.training.trainer import Trainer
 from shardyard_worker.training.variables import StepInput
 
@@ -34,6 +33,8 @@ class RunsTogether(ABC):
 
     weight_of_batch: Callable[[], float | None]
     """The share of the batch at hand in the samples of its work; None: no work is at hand."""
+    needs_feed = False
+    """Whether all members compute the same batch, with the same random numbers, and so take it from job.batches."""
     _session: Session
     _trainer: Trainer
     _model: SpreadModel
@@ -129,23 +130,6 @@ class RunsTogether(ABC):
         """Nothing was computed of the step at hand."""
         self._passes, self._weight, self._has_odd_loss = 0, 0.0, False
         self._model.drop_gradients()
-
-    # ---- rows of tables, where each member pushes to partitions of its own
-
-    def _own_rows(self, sending: StepInput) -> TakenRows | None:
-        """The gradients of rows that belong to this worker's partitions. Raises GroupLost."""
-        if self._trainer.link.tables is None:
-            return None
-        rows = self._given_rows(sending)
-        return None if rows is None else rows.unscaled(torch.tensor(self._weight, dtype=torch.float64))
-
-    def _given_rows(self, sending: StepInput) -> TakenRows | None:
-        """The same, times the weight of the work. Members have computed gradients of different rows, or samples."""
-        tables, inside, owned = self._trainer.link.tables, self._inside, self._trainer.partitions_at
-        assert tables is not None
-        assert inside is not None
-        dims = [each.dim for each in tables.settings]
-        return exchange_rows(sending.rows, tables.groups(), dims, inside, owned, tables.partitions)
 
 
 class ComputedTogether(RunsTogether, GroupStrategy):

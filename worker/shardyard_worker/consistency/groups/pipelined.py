@@ -19,7 +19,8 @@ from shardyard_worker.pipeline.pipeline import Pipeline
 from shardyard_worker.pipeline.process_group import StageGroup
 from shardyard_worker.pipeline.schedules import StageRunner
 from shardyard_worker.replicas.collectives import Collectives
-from shardyard_worker.replicas.group_store import GroupLost
+from shardyard_worker.replicas.group_store import no_place
+from shardyard_worker.replicas.messages import Messages
 from shardyard_worker.replicas.side_by_side import SideBySide
 from shardyard_worker.training.table_binding import Upcoming
 from shardyard_worker.training.trainer import Trainer
@@ -47,23 +48,18 @@ class StageRuns:
         if group is not None:
             group.end()
 
-    def run(self, inputs: Sequence[torch.Tensor], target: torch.Tensor, weight: float, facts: int) -> float:
-        """`facts`: how many each member says after the step's batches. Raises GroupLost."""
-        group = self.members
-        assert self._runner is not None
-        group.await_facts(facts)
+    def run(self, inputs: Sequence[torch.Tensor], target: torch.Tensor, weight: float) -> float:
+        """Raises GroupLost."""
+        if self._runner is None:
+            raise no_place()
         return self._runner.run(inputs, target, weight)
 
-    def sum_facts(self, said: list[float]) -> list[float]:
-        """Raises GroupLost."""
-        return self.members.sum_facts(said)
-
     @property
-    def members(self) -> StageGroup:
-        """Those that tell each other facts. Raises GroupLost."""
+    def messages(self) -> Messages:
+        """Between all members of the group. Raises GroupLost."""
         if self._group is None:
-            raise GroupLost("this worker has left its replica group")
-        return self._group
+            raise no_place()
+        return self._group.messages
 
 
 class PipelineStrategy(SpreadStrategy):
@@ -91,8 +87,9 @@ class PipelineStrategy(SpreadStrategy):
         return super()._push_kept_rows(facts, upcoming if self._pushes_rows else None, pull)
 
     def _run(self, inputs: Sequence[torch.Tensor], target: torch.Tensor, weight: float) -> float:
-        members = self._members
-        return self._runs.run(inputs, target, weight, 0 if members is None else count_of_facts(members.all.size))
+        if self._members is not None:
+            self._runs.messages.await_facts(count_of_facts(self._members.all.size))
+        return self._runs.run(inputs, target, weight)
 
     def _sum(self, collectives: Collectives, said: list[float]) -> list[float]:  # noqa: ARG002 - by messages
-        return self._runs.sum_facts(said)
+        return self._runs.messages.sum_facts(said)

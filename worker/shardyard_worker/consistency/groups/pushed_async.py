@@ -1,35 +1,33 @@
-"""Asynchronous steps of pipelines whose variables are on the servers (job.between parameter_server): each push is
-applied when it comes, and pipelines do not wait for each other's steps (docs/internals/ledger.md, rule D11).
+"""Asynchronous steps of replicas whose variables are on the servers (job.between parameter_server): each push is
+applied when it comes, and replicas do not wait for each other's steps (docs/internals/ledger.md, rule D11).
 
-A pipeline is one asynchronous worker to the ledgers. Its first worker leads: it leases data, and tells the others which
-batch is computed next. Each pushes the gradients of its stage under the same name, to the partitions of that stage, and
-pulls their newest values. Before anything of a push is sent, they tell each other whether all gradients are finite, and
-whether all their earlier pushes were taken.
+The workers of a replica are one asynchronous worker to the ledgers. The first of them leads: it leases data, and tells
+the others which batch is computed next. Each pushes the gradients of its part under the same name, to the partitions of
+that part, and pulls their newest values. Before anything of a push is sent, they tell each other whether all gradients
+are finite, and whether all their earlier pushes were taken.
 
-Owns: this worker's place in its pipeline, and what its workers agree on. Must not know: where batches come from, how a
-schedule runs.
+Owns: this worker's place in its replica, and what its workers agree on. Must not know: where batches come from, what
+parts are.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from typing import Any
 
 import torch
 
 from shardyard.domain import errors
 from shardyard.domain.push_names import PushName
-from shardyard.domain.replica_groups import ReplicaGroup
 from shardyard_worker.consistency.asynchronous import AsyncStrategy
 from shardyard_worker.consistency.groups.computed_together import RunsTogether
 from shardyard_worker.consistency.groups.group_strategy import next_group
-from shardyard_worker.consistency.groups.pipelined import StageRuns
+from shardyard_worker.consistency.groups.parts import Facts, ReplicaPart
 from shardyard_worker.consistency.groups.work_messages import NUMBERS, Told, WorkMessage
 from shardyard_worker.consistency.strategy import LostWork
-from shardyard_worker.pipeline.pipeline import Pipeline
 from shardyard_worker.replicas.collectives import Collectives
-from shardyard_worker.replicas.group_store import GroupLost
+from shardyard_worker.replicas.group_store import GroupLost, no_place
 from shardyard_worker.training.table_binding import Upcoming
 from shardyard_worker.training.trainer import SLICE_MS, Trainer
 from shardyard_worker.training.variables import StepInput
@@ -37,21 +35,18 @@ from shardyard_worker.training.variables import StepInput
 log = logging.getLogger("shardyard.worker")
 
 LEADER = 0
-"""The place in a pipeline of the worker that leases data."""
-LEAVE, LOST, LOSS, SQUARE_NORM = range(4)
-FACTS = 4
-"""Behind them each member of a pipeline has a place: 1 + the number of what is not finite (NonFiniteCheck), or 0."""
+"""The place in a replica of the worker that leases data."""
 
 
 class PushedAsync(RunsTogether, AsyncStrategy):
-    """For job.strategy pipeline with job.between parameter_server and job.consistency.mode async."""
+    """For job.consistency.mode async."""
 
-    def __init__(self, trainer: Trainer, pipeline: Pipeline) -> None:
+    needs_feed = True
+
+    def __init__(self, trainer: Trainer, part: ReplicaPart) -> None:
         super().__init__(trainer)
-        self._settings = trainer.session.job_settings
-        self._model = self._pipeline = pipeline
-        self._runs = StageRuns(pipeline)
-        self._collectives: Collectives | None = None
+        self.part = part
+        self._model = part.model
         self._left = 0
         """The generation of the newest group that this worker was in."""
         self._is_to_leave = False
@@ -65,19 +60,19 @@ class PushedAsync(RunsTogether, AsyncStrategy):
 
     @property
     def _inside(self) -> Collectives | None:
-        return self._collectives
+        return self.part.inside
 
     @property
     def leads(self) -> bool:
-        return self._collectives is not None and self._collectives.place == LEADER
+        return self._inside is not None and self._inside.place == LEADER
 
     def begin(self) -> None:
         """Values come with a place in a group."""
 
     def take_place(self, is_over: Callable[[], bool]) -> bool:
-        """Waits until this worker has a place in the newest group, and the newest values of its stage. Returns False
+        """Waits until this worker has a place in the newest group, and the newest values of its part. Returns False
         once `is_over` returns True. Raises GroupLost."""
-        if self._collectives is not None and not self._is_to_leave:
+        if self._inside is not None and not self._is_to_leave:
             return True
         self.leave_group()
         if is_over():
@@ -92,39 +87,25 @@ class PushedAsync(RunsTogether, AsyncStrategy):
         if group is None:
             return False
         self._left = group.generation
-        self._join(group)
+        if self.part.join(group) is None:  # the others were done, and have left the job
+            self._trainer.router.pause(SLICE_MS)
+            raise GroupLost(f"replica group {group.generation} has no whole replica")
+        self._take_newest()
+        place = group.place_of(self._session.caller.incarnation)
+        log.info("has place %s of %d in group %d", place, len(group.members), group.generation)
         return True
 
-    def _join(self, group: ReplicaGroup) -> None:
-        place, size = group.place_of(self._session.caller.incarnation), self._settings.workers_per_rank
-        assert place is not None, group
-        if len(group.members) < size:  # the others were done, and have left the job
-            self._trainer.router.pause(SLICE_MS)
-            raise GroupLost(f"replica group {group.generation} has no whole pipeline")
-        first = place // size * size
-        inside = Collectives(self._session, group, place, self._pipeline.fingerprint, range(first, first + size))
-        self._collectives = inside
-        self._pipeline.replica_at(inside.place)
-        self._pipeline.free()
-        self._trainer.use_place(inside.place)
-        self._runs.begin(inside, inside)
-        self._take_newest()
-        log.info("has place %d of %d in group %d", place, len(group.members), group.generation)
-
     def leave_group(self) -> None:
-        collectives, self._collectives = self._collectives, None
         self._is_to_leave = self._has_lost_push = self._has_run = False
         self._lost = None
         self._forget_step()
-        self._runs.end()
-        if collectives is not None:
-            collectives.leave()
+        self.part.leave()
 
     def _place_in_group(self) -> Collectives:
         """Raises GroupLost."""
-        inside = self._collectives
+        inside = self._inside
         if inside is None or self._lost is not None:
-            raise self._lost or GroupLost("this worker has left its group")
+            raise self._lost or no_place()
         if self._is_to_leave:
             raise GroupLost("a worker has come, or is gone: the workers form another group")
         inside.check()
@@ -137,10 +118,8 @@ class PushedAsync(RunsTogether, AsyncStrategy):
     def load_all(self) -> None:
         """Loads the newest values of all variables into the script's model. This worker computes nothing before it has
         taken a place again."""
-        self._trainer.use_place(None)
-        self._pipeline.make_room()
-        self._take_newest()
-        self._pipeline.is_whole = True
+        with self.part.loading_all():
+            self._take_newest()
         self._is_to_leave = True
 
     def close(self) -> None:
@@ -155,35 +134,34 @@ class PushedAsync(RunsTogether, AsyncStrategy):
         self._place_in_group()
         if message.lease is not None:
             self._name = message.name
-        self._runs.members.tell(message.numbers())
+        self.part.messages.tell(message.numbers())
 
     def hear(self) -> WorkMessage:
         """Waits for what the leader tells next. Raises GroupLost."""
         self._place_in_group()
         numbers = torch.empty(NUMBERS, dtype=torch.int64)
-        with self._session.wait_registry.over(lambda: "the first worker of this pipeline to begin a batch"):
-            self._runs.members.hear(numbers, LEADER)
+        with self._session.wait_registry.over(lambda: "the first worker of this replica to begin a batch"):
+            self.part.messages.hear(numbers, LEADER)
         message = WorkMessage.of(numbers)
         if message.told in (Told.BATCH, Told.EMPTY):
             self._name = message.name
         return message
 
     def await_answers(self) -> None:
-        """Returns when all members of the pipeline have called this: what they have pushed is answered, and the leader
+        """Returns when all members of the replica have called this: what they have pushed is answered, and the leader
         opens a lease next. If the group is lost meanwhile, the next call of another method says so."""
         self._forget_step()
-        inside = self._collectives
         try:
-            # as many facts as members may be waiting for since they computed a batch that was dropped
-            self._sum([0.0] * (FACTS + (0 if inside is None else inside.size)))
+            # they may be waiting for facts since they computed a batch that was dropped
+            self._tell_facts(Facts(leaves=False, loss=0.0))
             self._has_lost_push = False
         except GroupLost as error:
             self._lost = error
 
-    def _sum(self, said: list[float]) -> list[float]:
+    def _tell_facts(self, own: Facts, odd: int | None = None) -> Facts:
         """Raises GroupLost."""
-        with self._session.wait_registry.over(lambda: f"{self._at_hand} of the other workers of this pipeline"):
-            return self._runs.sum_facts(said)
+        with self._session.wait_registry.over(lambda: f"{self._at_hand} of the other workers of this replica"):
+            return self.part.tell_facts(own, odd)
 
     # ---- a push
 
@@ -194,9 +172,10 @@ class PushedAsync(RunsTogether, AsyncStrategy):
     def _weight_at_hand(self) -> float | None:
         return None if self.weight_of_batch() is None else 1.0
 
-    def _run(self, inputs: Sequence[torch.Tensor], target: torch.Tensor, weight: float) -> float:
-        size = 0 if self._collectives is None else self._collectives.size
-        return self._runs.run(inputs, target, weight, FACTS + size)
+    def _run(self, inputs: Sequence[Any], target: Any, weight: float) -> float:
+        if not self._passes:
+            self.part.put_values(None)
+        return self.part.run(inputs, target, weight)
 
     def contribute(
         self,
@@ -206,8 +185,8 @@ class PushedAsync(RunsTogether, AsyncStrategy):
     ) -> None:
         if name is None:
             raise errors.InvalidRequest(
-                "a step outside of job.batches in an asynchronous job of pipelines",
-                why="one worker of a pipeline leases the samples, and tells the others which they are",
+                f"a step outside of job.batches in an asynchronous job of strategy {self._model.strategy.value}",
+                why="one worker of a replica leases the samples, and tells the others which they are",
                 todo="go through the data by job.batches",
             )
         if sending is not None:
@@ -243,25 +222,18 @@ class PushedAsync(RunsTogether, AsyncStrategy):
         """What this member pushes of the work; None if it does not count, which all members learn before any of them
         pushes (rule A4). Raises GroupLost, LostWork."""
         inside, pushes = self._place_in_group(), self._trainer.pushes
-        own = self._own(sending, inside)
-        said = [0.0] * (FACTS + inside.size)
-        said[LEAVE] = float(self._session.replica_generation > inside.group.generation or self._session.drain.asked)
-        said[LOST] = float(self._has_lost_push)
-        said[LOSS] = self._own_loss
-        found = pushes.nonfinite.first(own.tensors, own.table_rows)
-        said[FACTS + inside.place] = 0.0 if found is None else 1.0 + found
+        own = self.part.own(sending, self._weight)
+        leaves = self._session.replica_generation > inside.group.generation or self._session.drain.asked
+        norm = 0.0 if pushes.clipper is None else pushes.clipper.square_norm(self.part.gradients_in(own))
+        said = Facts(leaves, self._own_loss, self._has_lost_push, norm)
+        facts = self._tell_facts(said, pushes.nonfinite.first(own.tensors, own.table_rows))
+        self._is_to_leave = facts.leaves
+        if facts.has_lost:
+            self._drop(name, "an earlier push of its replica was refused")
+        self.loss = facts.loss
         if pushes.clipper is not None:
-            gradients = [each for each in self._pipeline.gradients if each is not None]
-            rows = [] if own.rows is None else own.rows.tensors
-            said[SQUARE_NORM] = pushes.clipper.square_norm([*gradients, *rows])
-        facts = self._sum(said)
-        self._is_to_leave = bool(facts[LEAVE])
-        if facts[LOST]:
-            self._drop(name, "an earlier push of its pipeline was refused")
-        self.loss = facts[LOSS]
-        if pushes.clipper is not None:
-            pushes.clipper.square_norm_of_all = facts[SQUARE_NORM]
-        odd = min((int(each) - 1 for each in facts[FACTS:] if each), default=None)
+            pushes.clipper.square_norm_of_all = facts.square_norm
+        odd = min((each for each in facts.odd if each is not None), default=None)
         if not self._judge(name, odd, sending.highest):
             self._drop(name, "its workers are to look at it again")
         return own if odd is None else None
@@ -276,7 +248,7 @@ class PushedAsync(RunsTogether, AsyncStrategy):
             except (errors.StaleToken, errors.StraddlingRange) as error:
                 log.info("%s does not count: %s", name, error.what)
                 refused = True
-        return odd is None or not any(self._sum([float(refused)]))
+        return odd is None or not self._tell_facts(Facts(leaves=False, loss=0.0, has_lost=refused)).has_lost
 
     def _drop(self, name: PushName, why: str) -> None:
         """No member pushes the work. The leader goes on from what the servers have. Raises LostWork."""
@@ -285,14 +257,3 @@ class PushedAsync(RunsTogether, AsyncStrategy):
         self._trainer.pushes.not_counted()
         self._take_newest()
         raise LostWork
-
-    def _own(self, sending: StepInput, inside: Collectives) -> StepInput:
-        """The part of this member, as the mean over the batches of the work. One member reports the samples."""
-        tensors: list[torch.Tensor | None] = [None] * len(sending.tensors)
-        for at in self._pipeline.replica.places:
-            tensors[at] = sending.tensors[at]
-        for gradient in self._pipeline.gradients:
-            if gradient is not None and self._weight != 1.0:
-                gradient.mul_(1.0 / self._weight)
-        rows, samples = self._own_rows(sending), None if inside.place == self._trainer.first_place else 0
-        return replace(sending, tensors=tensors, rows=rows, samples=samples)

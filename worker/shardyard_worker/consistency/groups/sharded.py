@@ -96,6 +96,7 @@ class ShardedStrategy(_CutStrategy):
 class TensorStrategy(_CutStrategy):
     """For job.strategy tensor."""
 
+    needs_feed = True
     _model: TensorParallelModel
 
     def _run(self, inputs: Sequence[Any], target: Any, weight: float) -> float:

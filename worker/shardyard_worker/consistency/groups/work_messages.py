@@ -1,4 +1,4 @@
-"""What the first worker of an asynchronous pipeline tells the others: the work that they compute next.
+"""What the first worker of an asynchronous replica tells the others: the work that they compute next.
 
 Owns: the message as numbers, of one size. Must not know: how it travels, who leases data.
 """

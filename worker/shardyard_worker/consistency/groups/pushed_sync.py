@@ -1,20 +1,18 @@
 """Synchronous steps of replicas whose variables are on the servers (job.between parameter_server): each worker pushes
-the gradients of its part of the replica, and pulls its values (docs/internals/ledger.md, rule D10). The base of
-`pushed_stages` and `pushed_shares`.
+the gradients of its part of the replica, and pulls its values (docs/internals/ledger.md, rule D10).
 
 The workers of a replica are one worker to the ledgers: each pushes a logical rank's work under the same name, each to
-the partitions of its own part. Before anything of a push is sent, they tell each other whether all gradients are there
-and finite. A worker that is lost costs no step: the values are on the servers.
+the partitions of its own part. A worker that is lost costs no step: the values are on the servers.
 
-Owns: this worker's place in its replica. Must not know: how gradients are computed, how a push travels.
+Owns: this worker's place in its replica. Must not know: what parts are, how a push travels.
 """
 
 from __future__ import annotations
 
 import logging
-from abc import abstractmethod
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -22,15 +20,14 @@ from shardyard.domain.consistency import BufferMode
 from shardyard.domain.ids import Rank
 from shardyard.domain.push_names import PushName
 from shardyard.domain.replica_groups import ReplicaGroup
-from shardyard.domain.variables import VariableKind
 from shardyard_worker.consistency.groups.computed_together import ComputedTogether
+from shardyard_worker.consistency.groups.parts import Facts, ReplicaPart
 from shardyard_worker.consistency.logical_ranks import LogicalRanks
 from shardyard_worker.consistency.step_versions import StepVersions
 from shardyard_worker.exchange.requests import ExchangeResult, PullSpec
 from shardyard_worker.exchange.server_group import ServerGroup
 from shardyard_worker.replicas.collectives import Collectives
-from shardyard_worker.replicas.group_store import GroupLost, while_newest
-from shardyard_worker.replicas.spread_model import SpreadModel
+from shardyard_worker.replicas.group_store import no_place, while_newest
 from shardyard_worker.rows.row_prefetch import RowPrefetch
 from shardyard_worker.training.table_binding import Upcoming
 from shardyard_worker.training.trainer import SLICE_MS, Trainer, explain
@@ -38,15 +35,11 @@ from shardyard_worker.training.variables import StepInput
 
 log = logging.getLogger("shardyard.worker")
 
-LEAVE, LOSS = range(2)
-FACTS = 2
-"""Behind them each member of a replica has a place: 1 + the number of what is not finite (NonFiniteCheck), or 0."""
-
 
 class PartVersions(StepVersions):
     """Of the partitions of this worker's part."""
 
-    def __init__(self, trainer: Trainer, ranks: LogicalRanks, strategy: PushedParts) -> None:
+    def __init__(self, trainer: Trainer, ranks: LogicalRanks, strategy: PushedSync) -> None:
         super().__init__(trainer, ranks)
         self._strategy = strategy
 
@@ -101,50 +94,36 @@ class PartVersions(StepVersions):
             self._trainer.router.pull_rows(pull, None)
 
 
-class PushedParts(ComputedTogether):
-    def __init__(self, trainer: Trainer, model: SpreadModel) -> None:
+class PushedSync(ComputedTogether):
+    def __init__(self, trainer: Trainer, part: ReplicaPart) -> None:
         super().__init__(trainer, lambda trainer, ranks: PartVersions(trainer, ranks, self))
-        self._model = model
+        self.part = part
+        self._model = part.model
+        self.needs_feed = part.needs_feed
         self._upcoming: Upcoming | None = None
 
     # ---- the group
 
     @property
     def _inside(self) -> Collectives | None:
-        return self._collectives
+        return self.part.inside
 
     def _join(self, group: ReplicaGroup) -> None:
-        place, size = group.place_of(self._session.caller.incarnation), self._settings.workers_per_rank
+        place = group.place_of(self._session.caller.incarnation)
         assert place is not None, group
         self._left = group.generation
         self._is_to_leave = False
-        if len(group.members) < size:  # all steps were taken
+        self._collectives = inside = self.part.join(group)
+        if inside is None:  # all steps were taken
             self._collectives = Collectives(self._session, group, place, self._model.fingerprint)
             self.load_all(0)
             return
-        first = place // size * size
-        among = range(first, first + size)
-        self._collectives = inside = Collectives(self._session, group, place, self._model.fingerprint, among)
-        self._take_part(inside)
         self.ranks.hold(self._ranks_at(group, place), 0, group.generation)
         with while_newest():
             self._agree(inside, self.ranks.open_all())
-        self._begin_runs(inside)
         self.versions.align()
         step = self.versions.current
         log.info("has place %d of %d in group %d, at step %s", place, len(group.members), self._left, step)
-
-    @abstractmethod
-    def _take_part(self, inside: Collectives) -> None:
-        """From now on this worker has the part of its place among these members."""
-
-    @abstractmethod
-    def _begin_runs(self, inside: Collectives) -> None:
-        """Makes this worker ready to compute with these members."""
-
-    @abstractmethod
-    def _end_runs(self) -> None:
-        """Ends what the two have begun."""
 
     def _agree(self, inside: Collectives, nexts: dict[Rank, int]) -> None:
         """A rank's next step is the lowest over the partitions of all members."""
@@ -157,7 +136,7 @@ class PushedParts(ComputedTogether):
     def check_group(self) -> None:
         """Raises GroupLost."""
         if self._collectives is None:
-            raise GroupLost("this worker has left its group")
+            raise no_place()
         self._collectives.check()
 
     def _leave_group(self) -> None:
@@ -168,7 +147,7 @@ class PushedParts(ComputedTogether):
         self._upcoming = None
         self._lost, self._has_run = None, False
         self._forget_step()
-        self._end_runs()
+        self.part.leave()
         if collectives is not None:
             collectives.leave()
 
@@ -183,24 +162,21 @@ class PushedParts(ComputedTogether):
     def _counted(self, name: PushName, rank: Rank, sending: StepInput | None) -> StepInput | None:
         """Whether the work counts, which all members of the replica learn before any of them pushes (rule A4). Raises
         GroupLost."""
-        inside = self._collectives
+        inside = self._inside
         if inside is None or self._lost is not None:
-            raise self._lost or GroupLost("this worker has left its group")
+            raise self._lost or no_place()
         if sending is None:
             return None
-        with self._session.wait_registry.over(lambda: f"step {self.versions.current} of the other members"):
-            own = self._own(sending, rank)
-            said = [0.0] * (FACTS + inside.size)
-            said[LEAVE] = float(self._session.replica_generation > inside.group.generation)
-            said[LOSS] = self._own_loss
+        with self._session.wait_registry.over(lambda: f"{self._at_hand} of the other members"):
             check, step = self._trainer.pushes.nonfinite, self.versions.current
             assert step is not None
-            found = check.first(own.tensors, own.table_rows)
-            said[FACTS + inside.place] = 0.0 if found is None else 1.0 + found
-            facts = self._sum(inside, said)
-            self.loss = facts[LOSS]
-            self._is_to_leave = bool(facts[LEAVE])
-            odd = next(((at, int(each) - 1) for at, each in enumerate(facts[FACTS:]) if each), None)
+            pushes_buffers = not rank or self._settings.buffers is not BufferMode.FIRST
+            own = self.part.own(sending, self._weight, has_buffers=pushes_buffers)
+            leaves = self._session.replica_generation > inside.group.generation
+            facts = self.part.tell_facts(Facts(leaves, self._own_loss), check.first(own.tensors, own.table_rows))
+            self.loss = facts.loss
+            self._is_to_leave = facts.leaves
+            odd = next(((at, each) for at, each in enumerate(facts.odd) if each is not None), None)
             if odd is not None:
                 if inside.place == odd[0]:
                     with while_newest():
@@ -210,39 +186,16 @@ class PushedParts(ComputedTogether):
             check.counts_with(name, None, step, own.highest)
         return own
 
-    @abstractmethod
-    def _sum(self, inside: Collectives, said: list[float]) -> list[float]:
-        """The facts of all members. Returns when all have called this. Raises GroupLost."""
-
-    @abstractmethod
-    def _given(self, sending: StepInput) -> list[torch.Tensor | None]:
-        """The gradients of this worker's part, and its buffers, in the order of the job's variables."""
-
-    def _own(self, sending: StepInput, rank: Rank) -> StepInput:
-        """This worker's part, as the mean over the samples of the work. One member reports them."""
-        assert self._collectives is not None
-        tensors = self._given(sending)
-        for at, (tensor, variable) in enumerate(zip(tensors, self._trainer.variables, strict=True)):
-            if tensor is None:
-                continue
-            if variable.spec.kind is VariableKind.BUFFER:
-                if rank and self._settings.buffers is BufferMode.FIRST:
-                    tensors[at] = None
-            elif self._weight != 1.0:
-                tensor.mul_(1.0 / self._weight)
-        reports = self._collectives.place == self._trainer.first_place
-        rows, samples = self._own_rows(sending), sending.samples if reports else 0
-        return replace(sending, tensors=tensors, rows=rows, samples=samples)
-
-    @property
-    def _looks_up_rows(self) -> bool:
-        return self._trainer.link.tables is not None
+    def _run(self, inputs: Sequence[Any], target: Any, weight: float) -> float:
+        if not self._passes:
+            self.part.put_values(self.versions.current)
+        return self.part.run(inputs, target, weight)
 
     def await_rows(self, version: int) -> RowPrefetch | None:
         """Waits until all partitions have rows of that version, also those of other members. Returns those that the
         script has announced. A look-up would wait too, but would not notice that a member is lost before its push.
         Raises GroupLost."""
-        if not self._looks_up_rows:
+        if not self.part.looks_up_rows:
             return None
         trainer, upcoming, answer = self._trainer, self._upcoming, ExchangeResult()
         self._upcoming = None
@@ -293,7 +246,5 @@ class PushedParts(ComputedTogether):
     def load_all(self, at_least: int) -> None:
         """Loads the values of all variables, of that step or a later one, into the script's model."""
         self.ranks.held = {}
-        self._trainer.use_place(None)
-        self._model.make_room()
-        self.versions.current = self._trainer.pull_step(at_least)
-        self._model.is_whole = True
+        with self.part.loading_all():
+            self.versions.current = self._trainer.pull_step(at_least)

@@ -1,4 +1,4 @@
-"""Synchronous steps of cut models whose variables are on the servers: job.strategy sharded and tensor with job.between
+"""Shares of a cut model whose variables are on the servers: job.strategy sharded and tensor with job.between
 parameter_server. Each worker pushes its share of every gradient, and pulls its share of every value.
 
     sharded   each member computes a part of the batch of a logical rank. Parameters are gathered, and gradients summed
@@ -18,11 +18,12 @@ import torch
 from torch.utils import _pytree as pytree
 
 from shardyard.domain.errors import InvalidRequest
-from shardyard_worker.consistency.groups.pushed_parts import PushedParts
+from shardyard_worker.consistency.groups.parts import ReplicaPart
 from shardyard_worker.replicas.buffer_means import BufferMeans
 from shardyard_worker.replicas.collectives import Collectives
 from shardyard_worker.replicas.default_group import CollectiveGroup, DefaultGroup
-from shardyard_worker.replicas.group_store import GroupLost
+from shardyard_worker.replicas.group_store import no_place
+from shardyard_worker.replicas.messages import Messages
 from shardyard_worker.replicas.row_shares import own_rows
 from shardyard_worker.sharding.served_shares import ServedShares
 from shardyard_worker.sharding.sharded_model import FullyShardedModel, ShardedModel, TensorParallelModel
@@ -33,77 +34,83 @@ from shardyard_worker.training.variables import StepInput
 _SEEDS: Final = 1 << 62
 
 
-class PushedShares(PushedParts):
+class SharePart(ReplicaPart):
     """The base of both."""
 
-    _model: ShardedModel
+    model: ShardedModel
 
     def __init__(self, trainer: Trainer, model: ShardedModel) -> None:
         super().__init__(trainer, model)
         self._group: DefaultGroup | None = None
         self._shares: ServedShares | None = None
+        self._messages: Messages | None = None
         self._put: int | None = None
         """The version that the shards have. None: unknown."""
 
-    def _take_part(self, inside: Collectives) -> None:
-        model = self._model
+    def _begin(self, inside: Collectives) -> None:
         self._group = DefaultGroup(CollectiveGroup(inside), inside)
-        model.begin(inside.place, inside.size, self._group)
-        self._shares = model.served_shares(inside.place, inside.size)
+        self._messages = Messages(inside)
+        self.model.begin(inside.place, inside.size, self._group)
+        self._shares = self.model.served_shares(inside.place, inside.size)
         self._put = None
         self._trainer.use_place(inside.place, self._shares.variables)
 
-    def _begin_runs(self, inside: Collectives) -> None:
-        pass
-
-    def _end_runs(self) -> None:
+    def _end(self) -> None:
         group, self._group, self._shares = self._group, None, None
-        self._model.end()
+        messages, self._messages = self._messages, None
+        self.model.end()
         if group is not None:
             group.end()
+        if messages is not None:
+            messages.end()
 
-    def _run(self, inputs: Sequence[Any], target: Any, weight: float) -> float:
-        inside, shares = self._collectives, self._shares
+    def put_values(self, version: int | None) -> None:
+        """From the shares into the shards."""
+        inside, shares = self.inside, self._shares
         if inside is None or shares is None:
-            raise GroupLost("this worker has left its replica group")
-        if not self._passes and (shares.has_buffers or self._put != self.versions.current):
+            raise no_place()
+        if shares.has_buffers or version is None or self._put != version:
             shares.put(lambda whole, own: inside.wait(inside.gather(whole, own)))
-            self._put = self.versions.current
-        return self._compute(inside, inputs, target, weight)
+            self._put = version
+
+    def run(self, inputs: Sequence[Any], target: Any, weight: float) -> float:
+        if self.inside is None:
+            raise no_place()
+        return self._compute(self.inside, inputs, target, weight)
 
     @abstractmethod
     def _compute(self, inside: Collectives, inputs: Sequence[Any], target: Any, weight: float) -> float:
-        """As `_run`. The shards have the values of the version."""
+        """As `run`."""
 
-    def _sum(self, inside: Collectives, said: list[float]) -> list[float]:
-        found = torch.tensor(said, dtype=torch.float64)
-        inside.wait(inside.sum(found))
-        facts: list[float] = found.tolist()
-        return facts
+    @property
+    def messages(self) -> Messages:
+        if self._messages is None:
+            raise no_place()
+        return self._messages
 
     def _given(self, sending: StepInput) -> list[torch.Tensor | None]:  # noqa: ARG002 - the script has none
         assert self._shares is not None
-        return self._shares.given(self._model.gradients, self._buffers())
+        return self._shares.given(self.model.gradients, self._buffers())
 
     def _buffers(self) -> Sequence[torch.Tensor | None]:
         """Those that the batch's forward has made."""
-        return [each.found for each in self._model.replica.buffers]
+        return [each.found for each in self.model.replica.buffers]
 
 
-class PushedShards(PushedShares):
+class ShardPart(SharePart):
     """For job.strategy sharded."""
 
-    _model: FullyShardedModel
+    model: FullyShardedModel
 
     def _compute(self, inside: Collectives, inputs: Sequence[Any], target: Any, weight: float) -> float:
         (inputs, target), part = part_of_batch((inputs, target), inside.place, inside.size)
         # all members draw the same numbers for a batch, and each drops out other elements of its part
         torch.manual_seed(int(torch.randint(_SEEDS, ())) + inside.place)
-        return part * self._model.compute(inputs, target, weight * part)
+        return part * self.model.compute(inputs, target, weight * part)
 
     def _buffers(self) -> Sequence[torch.Tensor | None]:
         """Their means over the parts of the batch."""
-        buffers, inside = self._model.replica.buffers, self._collectives
+        buffers, inside = self.model.replica.buffers, self.inside
         if not buffers or inside is None:
             return super()._buffers()
         means = BufferMeans(buffers)
@@ -113,28 +120,28 @@ class PushedShards(PushedShares):
         return [each.to(buffer.target.dtype) for each, buffer in zip(found, buffers, strict=True)]
 
 
-class PushedTensors(PushedShares):
+class TensorPart(SharePart):
     """For job.strategy tensor."""
 
-    _model: TensorParallelModel
+    model: TensorParallelModel
 
-    def _begin_runs(self, inside: Collectives) -> None:
+    def _begin(self, inside: Collectives) -> None:
         """A model that was not compared with the whole one is, also in members that have compared it."""
-        lacks = torch.tensor([not self._model.was_compared], dtype=torch.int64)
+        super()._begin(inside)
+        lacks = torch.tensor([not self.model.was_compared], dtype=torch.int64)
         with self._session.wait_registry.over(lambda: "the other workers of this replica, to compare models"):
             inside.wait(inside.most(lacks))
         if lacks.any():
-            self._model.compare_next()
+            self.model.compare_next()
 
-    def _given_rows(self, sending: StepInput) -> TakenRows | None:
+    def _given_rows(self, sending: StepInput, inside: Collectives) -> TakenRows | None:
         """All members have the same gradients of rows."""
-        assert self._collectives is not None
-        return own_rows(sending.rows, self._trainer.partitions_at[self._collectives.place])
+        return own_rows(sending.rows, self._trainer.partitions_at[inside.place])
 
     def _compute(self, inside: Collectives, inputs: Sequence[Any], target: Any, weight: float) -> float:
-        if self._model.is_to_compare:
-            self._model.gather_whole()
-        loss = self._model.compute(inputs, target, weight)
+        if self.model.is_to_compare:
+            self.model.gather_whole()
+        loss = self.model.compute(inputs, target, weight)
         return loss if inside.place == 0 else 0.0
 
 

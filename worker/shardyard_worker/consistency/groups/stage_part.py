@@ -1,4 +1,4 @@
-"""Synchronous steps of pipelines whose variables are on the servers: each worker pushes the gradients of its stage.
+"""A stage of a pipeline whose variables are on the servers.
 
 Must not know: how a schedule runs, how a push travels.
 """
@@ -6,42 +6,43 @@ Must not know: how a schedule runs, how a push travels.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from shardyard_worker.consistency.groups.parts import FACTS, ReplicaPart
 from shardyard_worker.consistency.groups.pipelined import StageRuns
-from shardyard_worker.consistency.groups.pushed_parts import FACTS, PushedParts
 from shardyard_worker.pipeline.pipeline import Pipeline
 from shardyard_worker.replicas.collectives import Collectives
+from shardyard_worker.replicas.messages import Messages
 from shardyard_worker.training.trainer import Trainer
 from shardyard_worker.training.variables import StepInput
 
 
-class PushedStages(PushedParts):
-    """For job.strategy pipeline."""
+class StagePart(ReplicaPart):
+    needs_feed = False
 
     def __init__(self, trainer: Trainer, pipeline: Pipeline) -> None:
         super().__init__(trainer, pipeline)
         self._pipeline = pipeline
         self._runs = StageRuns(pipeline)
 
-    def _take_part(self, inside: Collectives) -> None:
+    def _begin(self, inside: Collectives) -> None:
         self._pipeline.replica_at(inside.place)
         self._pipeline.free()
         self._trainer.use_place(inside.place)
-
-    def _begin_runs(self, inside: Collectives) -> None:
         self._runs.begin(inside, inside)
 
-    def _end_runs(self) -> None:
+    def _end(self) -> None:
         self._runs.end()
 
-    def _run(self, inputs: Sequence[torch.Tensor], target: torch.Tensor, weight: float) -> float:
-        size = 0 if self._collectives is None else self._collectives.size
-        return self._runs.run(inputs, target, weight, FACTS + size)
+    def run(self, inputs: Sequence[Any], target: Any, weight: float) -> float:
+        self.messages.await_facts(FACTS + self._size)
+        return self._runs.run(inputs, target, weight)
 
-    def _sum(self, inside: Collectives, said: list[float]) -> list[float]:  # noqa: ARG002 - by messages
-        return self._runs.sum_facts(said)
+    @property
+    def messages(self) -> Messages:
+        return self._runs.messages
 
     def _given(self, sending: StepInput) -> list[torch.Tensor | None]:
         found: list[torch.Tensor | None] = [None] * len(sending.tensors)
@@ -50,7 +51,5 @@ class PushedStages(PushedParts):
         return found
 
     @property
-    def _looks_up_rows(self) -> bool:
-        """The other workers look up nothing."""
-        inside = self._collectives
-        return super()._looks_up_rows and inside is not None and inside.place == self._pipeline.place_of_tables
+    def looks_up_rows(self) -> bool:
+        return super().looks_up_rows and self.inside is not None and self.inside.place == self._pipeline.place_of_tables
