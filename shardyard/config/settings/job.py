@@ -109,7 +109,7 @@ class JobSettings(Section):
         description="With strategy pipeline, sharded or tensor: how replicas combine gradients, and where variables"
         " live. all_reduce: in the workers; those with the same part of a replica add up their gradients, and each"
         " takes the step. parameter_server: on the servers, which take the step; each worker pushes the gradients of"
-        " its part, and pulls its values. A pipeline then takes job.consistency.mode async, too.",
+        " its part, and pulls its values. Replicas then take job.consistency.mode async, too.",
     )
     deterministic: bool = Field(
         default=False,
@@ -306,7 +306,7 @@ class JobSettings(Section):
         mode, strategy = self.strategy.mode, self.strategy.value
         if mode is None or self.consistency.mode is mode:
             return
-        if self.strategy is not Strategy.PIPELINE or self.has_replicas:
+        if self.has_replicas:
             raise impossible(
                 ("strategy", "consistency.mode"),
                 f"consistency.mode {mode.value} with strategy {strategy}, whose workers take steps together",
@@ -316,7 +316,7 @@ class JobSettings(Section):
             raise impossible(
                 ("between", "consistency.mode"),
                 f"consistency.mode sync or async with strategy {strategy} and between {self.between.value}, where the"
-                " workers of a pipeline push under one name",
+                " workers of a replica push under one name",
                 f"consistency.mode {self.consistency.mode.value}",
             )
 

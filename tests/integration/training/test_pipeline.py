@@ -14,7 +14,9 @@ import shardyard as sy
 from shardyard.domain import errors
 from shardyard_launcher.cli import main
 from shardyard_launcher.yard.local_cluster import LocalCluster
+from tests.support import spread_jobs
 from tests.support.alone import local_yard
+from tests.support.spread_jobs import alone
 from tests.support.yards import Probes, finish, running_yard, wait_for_any
 
 SAMPLES, EPOCHS = 80, 5
@@ -34,20 +36,7 @@ def yard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 
 
 def settings(yard: LocalCluster, job: str, **more: object) -> dict[str, object]:
-    common: dict[str, object] = {
-        "coordinator": yard.coordinator,
-        "job": job,
-        "job__seed": 4,
-        "job__strategy": "pipeline",
-        "job__pipeline__microbatches": 4,
-        "membership__coordinator_grace_ms": 10_000,
-        "worker__threads": 1,
-    }
-    return common | more
-
-
-def alone(yard: LocalCluster, job: str) -> dict[str, object]:
-    return settings(yard, job, job__strategy="parameter_server", job__consistency__mode="sync")
+    return spread_jobs.settings(yard, job, "pipeline", **more)
 
 
 @pytest.fixture(scope="module")

@@ -1,19 +1,18 @@
-"""Asynchronous pipelines whose variables are on the servers: each is one worker to the ledgers."""
+"""Asynchronous replicas whose variables are on the servers: each is one worker to the ledgers."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from shardyard.runtime.restart_policy import LEFT_IN_ORDER
 from shardyard_launcher.yard.local_cluster import LocalCluster
+from tests.support import spread_jobs
+from tests.support.spread_jobs import STRATEGIES, Started, alone, counts_mode, start
 from tests.support.yards import Probes, RoleYard, Script, computed, finish, running_yard, wait_for_any
-
-Started = list[tuple[Script, Path]]
 
 
 @pytest.fixture(scope="module")
@@ -23,30 +22,20 @@ def yard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
         yield cluster
 
 
-def settings(yard: LocalCluster | RoleYard, job: str, workers: int = 2, **more: object) -> dict[str, object]:
-    common: dict[str, object] = {
-        "coordinator": yard.address if isinstance(yard, RoleYard) else yard.coordinator,
-        "job": job,
-        "job__seed": 4,
-        "job__strategy": "pipeline",
+def settings(
+    yard: LocalCluster | RoleYard, job: str, workers: int = 2, *, strategy: str = "pipeline", **more: object
+) -> dict[str, object]:
+    common = {
         "job__between": "parameter_server",
         "job__consistency__mode": "async",
-        "job__pipeline__microbatches": 4,
-        "job__workers_expected": workers,
         "job__checkpoint__url": "never",
         "job__data__batches_per_data_shard": 5,
-        "membership__coordinator_grace_ms": 10_000,
-        "worker__threads": 1,
     }
-    return common | more
+    return spread_jobs.settings(yard, job, strategy, workers) | common | more
 
 
-def start(probes: Probes, workers: int, *given: str, **common: Any) -> Started:
-    return [probes.start(*given, **common) for _ in range(workers)]
-
-
-def counted(samples: int, epochs: int, *more: str) -> tuple[str, ...]:
-    return ("stage-counts", "--samples", str(samples), "--epochs", str(epochs), *more)
+def counted(samples: int, epochs: int, *more: str, strategy: str = "pipeline") -> tuple[str, ...]:
+    return (counts_mode(strategy), "--samples", str(samples), "--epochs", str(epochs), *more)
 
 
 def place_of(script: Script, workers: int = 2) -> int | None:
@@ -62,14 +51,16 @@ def take(started: Started, place: int, workers: int = 2) -> tuple[Script, Path]:
     return found
 
 
-@pytest.mark.parametrize("pipelines", [1, 2])
-def test_each_sample_counts_once_in_each_stage(yard: LocalCluster, probes: Probes, pipelines: int) -> None:
-    common = settings(yard, f"counts-{pipelines}", 2 * pipelines)
-    given = counted(96, 3, "--accumulate", str(pipelines))
-    results = [finish(script, out) for script, out in start(probes, 2 * pipelines, *given, **common)]
+@pytest.mark.long("1-pipeline", "1-sharded", "2-tensor")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_each_sample_counts_once_in_each_part(yard: LocalCluster, probes: Probes, replicas: int, strategy: str) -> None:
+    common = settings(yard, f"counts-{replicas}-{strategy}", 2 * replicas, strategy=strategy)
+    given = counted(96, 3, "--accumulate", str(replicas), strategy=strategy)
+    results = [finish(script, out) for script, out in start(probes, 2 * replicas, *given, **common)]
     for result in results:
         assert result["counts"] == [[3.0] * 96] * 2
-    assert sum(result["computed"] for result in results) == 2 * 3 * 24, "one pipeline computes a batch"
+    assert sum(result["computed"] for result in results) == 2 * 3 * 24, "one replica computes a batch"
 
 
 def test_a_stop_between_two_batches_of_a_work_drops_it_in_all_stages(yard: LocalCluster, probes: Probes) -> None:
@@ -100,25 +91,30 @@ def test_promise_2_each_sample_counts_once_when_one_of_two_pipelines_is_lost(
         assert finish(script, out)["counts"] == [[4.0] * 96] * 2
 
 
-def test_gradients_are_compressed(yard: LocalCluster, probes: Probes) -> None:
-    given, servers = ("stages", "--samples", "160", "--epochs", "2"), {"job__strategy": "parameter_server"}
-    servers["job__between"] = "all_reduce"
-    wanted = probes.run(*given, **settings(yard, "whole", 1, **servers))["losses"]
+@pytest.mark.long("tensor")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_are_compressed(yard: LocalCluster, probes: Probes, strategy: str) -> None:
+    given = ("stages", "--samples", "160", "--epochs", "2")
+    wanted = probes.run(*given, **alone(yard, f"whole-{strategy}", mode="async"))["losses"]
     coarse = {"job__compression__push": "bf16", "job__compression__whole_elements_max": 0}
-    for script, out in start(probes, 2, *given, **settings(yard, "compressed", **coarse)):
+    common = settings(yard, f"compressed-{strategy}", strategy=strategy, **coarse)
+    for script, out in start(probes, 2, *given, **common):
         losses = finish(script, out)["losses"]
         assert losses == pytest.approx(wanted, rel=0.05)
         assert losses[5:] != pytest.approx(wanted[5:], rel=1e-5)
 
 
-@pytest.mark.long("clipped")
+@pytest.mark.long("pipeline-clipped", "sharded-clipped", "tensor-clipped")
 @pytest.mark.parametrize("clip", [0.0, 0.05], ids=["unclipped", "clipped"])
-def test_losses_of_one_pipeline_are_those_of_one_worker(yard: LocalCluster, probes: Probes, clip: float) -> None:
-    """The norm that clips is that over both stages."""
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_losses_of_one_replica_are_those_of_one_worker(
+    yard: LocalCluster, probes: Probes, strategy: str, clip: float
+) -> None:
+    """The norm that clips is that over all parts."""
     given, more = ("stages", "--samples", "160", "--epochs", "2"), {"job__clip__norm": clip}
-    servers = {"job__strategy": "parameter_server", "job__between": "all_reduce"}
-    wanted = probes.run(*given, **settings(yard, f"alone-{clip}", 1, **more, **servers))
-    for script, out in start(probes, 2, *given, **settings(yard, f"together-{clip}", **more)):
+    wanted = probes.run(*given, **alone(yard, f"alone-{strategy}-{clip}", mode="async") | more)
+    together = settings(yard, f"together-{strategy}-{clip}", strategy=strategy, **more)
+    for script, out in start(probes, 2, *given, **together):
         result = finish(script, out)
         assert result["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
         assert result["evaluated"] == pytest.approx(wanted["evaluated"], rel=1e-5)
@@ -138,20 +134,22 @@ def test_a_fast_pipeline_does_not_wait_for_a_slow_one(yard: LocalCluster, probes
     assert steps[0] > 3 * steps[2], steps
 
 
-@pytest.mark.long("variables-1-frozen", "rows of tables-0-killed")
+@pytest.mark.long("pipeline-variables-1-frozen", "pipeline-rows-0-killed", "sharded-rows-1-frozen")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 @pytest.mark.parametrize("place", [0, 1])
-@pytest.mark.parametrize("with_rows", [False, True], ids=["variables", "rows of tables"])
-def test_promise_2_each_sample_counts_once_when_a_stage_is_lost(
-    yard: LocalCluster, probes: Probes, how: signal.Signals, place: int, with_rows: bool
+@pytest.mark.parametrize("with_rows", [False, True], ids=["variables", "rows"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_promise_2_each_sample_counts_once_when_a_part_is_lost(
+    yard: LocalCluster, probes: Probes, strategy: str, with_rows: bool, place: int, how: signal.Signals
 ) -> None:
-    """It is lost before it pushes a batch, which the other stage may have pushed. A worker in reserve takes its place.
+    """It is lost before it pushes a batch, which the other one may have pushed. A worker in reserve takes its place.
     There is no checkpoint to go back to. One that was frozen pushes the batch when it wakes up. The second stage looks
     up rows."""
     rows = ("--with-rows",) if with_rows else ()
-    given = counted(48, 4, "--pause-ms", "20", "--lose", str(place), "8", str(int(how)), *rows)
-    more = {"job__pipeline__cut": "counts.second"} if with_rows else {}
-    started = start(probes, 3, *given, **settings(yard, f"lost-{how.name}-{place}-{with_rows}".lower(), **more))
+    given = counted(48, 4, "--pause-ms", "20", "--lose", str(place), "8", str(int(how)), *rows, strategy=strategy)
+    more = {"job__pipeline__cut": "counts.second"} if with_rows and strategy == "pipeline" else {}
+    job = f"lost-{how.name}-{place}-{strategy}-{with_rows}".lower()
+    started = start(probes, 3, *given, **settings(yard, job, strategy=strategy, **more))
     wait_for_any([script for script, _ in started], "is lost")
     victim, _ = take(started, place)
     for script, _ in started:
@@ -169,8 +167,7 @@ def test_a_worker_that_leaves_in_order_changes_no_step(
 ) -> None:
     """A worker in reserve takes its place, with the values of the servers. Nothing is computed twice."""
     go_on, given = tmp_path / "go on", ("stages", "--samples", "160", "--epochs", "2")
-    servers = {"job__strategy": "parameter_server", "job__between": "all_reduce"}
-    wanted = probes.run(*given, **settings(yard, f"stays-{place}", 1, **servers))
+    wanted = probes.run(*given, **alone(yard, f"stays-{place}", mode="async"))
     common = settings(yard, f"leaves-{place}")
     started = start(probes, 3, *given, "--hold-at", "13", "--hold", str(go_on), **common)
     everyone = [script for script, _ in started]
@@ -190,14 +187,16 @@ def test_a_worker_that_leaves_in_order_changes_no_step(
     assert sum(map(computed, everyone)) == 2 * 40
 
 
-@pytest.mark.long("rows of tables")
-@pytest.mark.parametrize("with_rows", [False, True], ids=["variables", "rows of tables"])
-def test_gradient_that_is_not_finite_in_one_stage_counts_in_none(
-    yard: LocalCluster, probes: Probes, with_rows: bool
+@pytest.mark.long("pipeline-rows", "sharded-variables", "tensor-rows")
+@pytest.mark.parametrize("with_rows", [False, True], ids=["variables", "rows"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradient_that_is_not_finite_in_one_part_counts_in_none(
+    yard: LocalCluster, probes: Probes, strategy: str, with_rows: bool
 ) -> None:
-    given = counted(48, 2, "--nan-samples", "3", *(["--with-rows"] if with_rows else []))
-    more = {"job__pipeline__cut": "counts.second"} if with_rows else {}
-    started = start(probes, 2, *given, **settings(yard, f"nan-{with_rows}".lower(), **more))
+    given = counted(48, 2, "--nan-samples", "3", *(["--with-rows"] if with_rows else []), strategy=strategy)
+    more = {"job__pipeline__cut": "counts.second"} if with_rows and strategy == "pipeline" else {}
+    common = settings(yard, f"nan-{strategy}-{with_rows}".lower(), strategy=strategy, **more)
+    started = start(probes, 2, *given, **common)
     (first, *others), again = finish(*started[0])["counts"], finish(*started[1])["counts"]
     assert [first, *others] == again
     assert others == [first] * (1 + with_rows)
@@ -211,7 +210,7 @@ def test_gradient_that_is_not_finite_in_one_stage_counts_in_none(
 def test_mistakes_are_refused_with_an_explanation(yard: LocalCluster, probes: Probes) -> None:
     for script, out in start(probes, 2, "stage-mistakes", **settings(yard, "mistakes")):
         found = finish(script, out)["errors"]
-        assert found["batch"].startswith("job.train_step outside of job.batches in an asynchronous job")
+        assert found["batch"].startswith("job.train_step outside of job.batches in a job whose job.strategy")
         assert found["step"].startswith("a step outside of job.batches in an asynchronous job")
         assert found["forward"].startswith("the forward of the whole model")
         assert found["last"].startswith("a batch of 6 samples")
@@ -231,10 +230,11 @@ def test_batch_that_kills_the_first_worker_of_a_pipeline_counts_in_no_stage(yard
 
 @pytest.mark.long
 def test_partitions_of_one_stage_that_go_back_get_again_what_they_lack(probes: Probes, tmp_path: Path) -> None:
-    """The worker of the other stage pushes the same batches again, and its partitions skip them."""
+    """Of the first stage or of the second. The other worker pushes the same batches again, and its partitions skip
+    them."""
     yard = RoleYard(tmp_path, lease_ms=1_500)
     try:
-        more = {"job__checkpoint__url": tmp_path / "checkpoints", "job__checkpoint__every_steps": 10}
+        more = {"job__checkpoint__url": tmp_path / "checkpoints", "job__checkpoint__every_steps": 30}
         common = settings(yard, "restored", **more, job__partitions=2)
         started = start(probes, 2, *counted(96, 3, "--pause-ms", "20"), **common)
         wait_for_any([script for script, _ in started], "computed 35")
@@ -243,6 +243,7 @@ def test_partitions_of_one_stage_that_go_back_get_again_what_they_lack(probes: P
         for script, out in started:
             result = finish(script, out)
             assert result["counts"] == [[3.0] * 96] * 2
-            assert any("an earlier push of its pipeline was refused" in line for line in script.lines)
+        lost = [line for script, _ in started for line in script.lines if "does not count" in line]
+        assert any("whose next is #" in line for line in lost), lost
     finally:
         yard.stop()

@@ -6,17 +6,15 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from shardyard_launcher.cli import main
 from shardyard_launcher.yard.local_cluster import LocalCluster
-from tests.support.yards import Probes, Script, finish, running_yard, wait_for_any
+from tests.support import spread_jobs
+from tests.support.spread_jobs import BATCH, STRATEGIES, alone, counts_mode, options, start
+from tests.support.yards import Probes, finish, running_yard, wait_for_any
 
-STEPS, BATCH, EPOCHS = 50, 8, 5
-STRATEGIES = ("pipeline", "sharded", "tensor")
-Started = list[tuple[Script, Path]]
 REFUSED = "has variables of 2 workers of a replica"
 
 
@@ -30,34 +28,7 @@ def yard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 def settings(
     yard: LocalCluster, job: str, workers: int = 2, *, strategy: str = "pipeline", **more: object
 ) -> dict[str, object]:
-    common: dict[str, object] = {
-        "coordinator": yard.coordinator,
-        "job": job,
-        "job__seed": 4,
-        "job__strategy": strategy,
-        "job__between": "parameter_server",
-        "job__pipeline__microbatches": 4,
-        "job__workers_expected": workers,
-        "membership__coordinator_grace_ms": 10_000,
-        "worker__threads": 1,
-    }
-    if strategy == "sharded":
-        common["job__sharded__size"] = 2
-    return common | more
-
-
-def options(ranks: int) -> tuple[str, ...]:
-    """Of a run of 50 steps."""
-    return ("--samples", str(STEPS * BATCH * ranks // EPOCHS), "--epochs", str(EPOCHS))
-
-
-def alone(yard: LocalCluster, job: str, ranks: int) -> dict[str, object]:
-    more = {"job__strategy": "parameter_server", "job__between": "all_reduce", "job__consistency__mode": "sync"}
-    return settings(yard, job, 1, **more, job__consistency__logical_ranks=ranks)
-
-
-def start(probes: Probes, workers: int, *given: str, **common: Any) -> Started:
-    return [probes.start(*given, **common) for _ in range(workers)]
+    return spread_jobs.settings(yard, job, strategy, workers, job__between="parameter_server") | more
 
 
 @pytest.mark.long("2-pipeline", "1-sharded", "2-tensor")
@@ -139,8 +110,7 @@ def test_promise_2_a_lost_part_costs_no_step(
         more["job__pipeline__cut"] = "counts.second"
     common = settings(yard, f"lost-{how.name}-{place}-{strategy}-{with_rows}".lower(), strategy=strategy, **more)
     accumulate = "2" if how is signal.SIGSTOP else "1"
-    mode = "tensor-counts" if strategy == "tensor" else "stage-counts"
-    given = [mode, "--samples", "48", "--epochs", "4", "--pause-ms", "20", "--accumulate", accumulate]
+    given = [counts_mode(strategy), "--samples", "48", "--epochs", "4", "--pause-ms", "20", "--accumulate", accumulate]
     given += ["--lose", str(place), "8", str(int(how))]
     if with_rows:
         given += ["--with-rows", *(["--look-ahead"] if how is signal.SIGKILL else [])]
@@ -175,8 +145,7 @@ def test_losses_are_those_of_one_process_after_a_loss(
 def test_step_with_rows_that_are_not_finite_changes_neither_rows_nor_variables(
     yard: LocalCluster, probes: Probes, strategy: str
 ) -> None:
-    mode = "tensor-counts" if strategy == "tensor" else "stage-counts"
-    given = (mode, "--with-rows", "--samples", "48", "--epochs", "2", "--nan-samples", "3")
+    given = (counts_mode(strategy), "--with-rows", "--samples", "48", "--epochs", "2", "--nan-samples", "3")
     more = {"job__pipeline__cut": "counts.second"} if strategy == "pipeline" else {}
     started = start(probes, 2, *given, **settings(yard, f"nan-rows-{strategy}", strategy=strategy, **more))
     for script, out in started:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from shardyard_launcher.cli import main
 from shardyard_launcher.yard.local_cluster import LocalCluster
-from tests.support.yards import Probes, Script, finish, running_yard, wait_for_any
+from tests.support import spread_jobs
+from tests.support.spread_jobs import STEPS, alone, counts_mode, options, start
+from tests.support.yards import Probes, finish, running_yard, wait_for_any
 
-STEPS, BATCH, EPOCHS = 50, 8, 5
 COUNTED = ("--samples", "48", "--epochs", "4", "--pause-ms", "20")
 Counts = list[list[float]]
 WITH_ROWS = pytest.mark.parametrize(
@@ -22,7 +22,6 @@ WITH_ROWS = pytest.mark.parametrize(
     ids=["variables", "rows of tables"],
 )
 """Scripts that count each sample, and what they return."""
-Started = list[tuple[Script, Path]]
 
 
 @pytest.fixture(scope="module")
@@ -33,28 +32,11 @@ def yard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 
 
 def settings(yard: LocalCluster, job: str, strategy: str, workers: int, **more: object) -> dict[str, object]:
-    common: dict[str, object] = {
-        "coordinator": yard.coordinator,
-        "job": job,
-        "job__seed": 4,
-        "job__strategy": strategy,
-        "job__workers_expected": workers,
-        "membership__coordinator_grace_ms": 10_000,
-        "worker__threads": 1,
-    }
-    if strategy == "tensor":
-        common["job__tensor__size"] = workers
+    """A replica over all workers."""
+    common = spread_jobs.settings(yard, job, strategy, workers, size=workers)
+    if strategy == "sharded":
+        common["job__sharded__size"] = "auto"
     return common | more
-
-
-def alone(yard: LocalCluster, job: str, ranks: int) -> dict[str, object]:
-    common = settings(yard, job, "parameter_server", 1, job__consistency__mode="sync")
-    return common | {"job__consistency__logical_ranks": ranks}
-
-
-def options(ranks: int) -> tuple[str, ...]:
-    """Of a run of 50 steps."""
-    return ("--samples", str(STEPS * BATCH * ranks // EPOCHS), "--epochs", str(EPOCHS))
 
 
 def ranks_of(strategy: str, workers: int) -> int:
@@ -71,10 +53,6 @@ def wanted(yard: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> dict
             assert len(losses) == STEPS * ranks
             found[ranks] = [float(each) for each in losses]
     return found
-
-
-def start(probes: Probes, workers: int, *given: str, **common: Any) -> Started:
-    return [probes.start(*given, **common) for _ in range(workers)]
 
 
 @pytest.mark.long("sharded-2")
@@ -163,9 +141,8 @@ def test_promise_2_each_sample_counts_once_when_a_member_is_lost(
         "job__checkpoint__url": tmp_path,
         "job__checkpoint__every_steps": 1 if more else 5,
     }
-    mode = "stage-counts" if strategy == "sharded" else "tensor-counts"
     accumulate = "2" if how is signal.SIGSTOP else "1"
-    given = (mode, *COUNTED, *more, "--ranks", str(ranks_of(strategy, 2)), "--accumulate", accumulate)
+    given = (counts_mode(strategy), *COUNTED, *more, "--ranks", str(ranks_of(strategy, 2)), "--accumulate", accumulate)
     started = start(probes, 2 if strategy == "sharded" else 3, *given, **common)
     wait_for_any([script for script, _ in started], "computed 7")
     in_place = [any("has place 1 of 2" in line for line in script.lines) for script, _ in started]
@@ -273,8 +250,19 @@ def test_step_with_rows_that_are_not_finite_changes_neither_rows_nor_variables(
     yard: LocalCluster, probes: Probes, strategy: str
 ) -> None:
     """Of any rank: one member says which work it was."""
-    ranks, mode = ranks_of(strategy, 2), "stage-counts" if strategy == "sharded" else "tensor-counts"
-    given = (mode, "--with-rows", "--samples", "48", "--epochs", "2", "--nan-samples", "3", "--ranks", str(ranks))
+    ranks = ranks_of(strategy, 2)
+    given = (
+        counts_mode(strategy),
+        "--with-rows",
+        "--samples",
+        "48",
+        "--epochs",
+        "2",
+        "--nan-samples",
+        "3",
+        "--ranks",
+        str(ranks),
+    )
     started = start(probes, 2, *given, **settings(yard, f"nan-rows-{strategy}", strategy, 2))
     for script, out in started:
         first, second, rows = finish(script, out)["counts"]

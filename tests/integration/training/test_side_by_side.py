@@ -5,17 +5,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from shardyard_launcher.yard.local_cluster import LocalCluster
+from tests.support.spread_jobs import STEPS, STRATEGIES, alone, counts_mode, options, settings, start
 from tests.support.yards import Probes, Script, finish, running_yard, wait_for_any
-
-STEPS, BATCH, EPOCHS = 50, 8, 5
-STRATEGIES = ("pipeline", "tensor", "sharded")
-Started = list[tuple[Script, Path]]
 
 
 @pytest.fixture(scope="module")
@@ -23,27 +18,6 @@ def yard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     given = {"membership.lease_ms": 2_500, "membership.heartbeat_ms": 100}
     with running_yard(tmp_path_factory.mktemp("yard"), servers=1, settings=given) as cluster:
         yield cluster
-
-
-def settings(yard: LocalCluster, job: str, strategy: str, workers: int, **more: object) -> dict[str, object]:
-    common: dict[str, object] = {
-        "coordinator": yard.coordinator,
-        "job": job,
-        "job__seed": 4,
-        "job__strategy": strategy,
-        "job__workers_expected": workers,
-        "job__pipeline__microbatches": 4,
-        "membership__coordinator_grace_ms": 10_000,
-        "worker__threads": 1,
-    }
-    if strategy == "sharded":
-        common["job__sharded__size"] = 2
-    return common | more
-
-
-def options(ranks: int) -> tuple[str, ...]:
-    """Of a run of 50 steps."""
-    return ("--samples", str(STEPS * BATCH * ranks // EPOCHS), "--epochs", str(EPOCHS))
 
 
 def ranks_of(strategy: str, workers: int) -> int:
@@ -56,16 +30,10 @@ def wanted(yard: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> dict
     found = {}
     with Probes(tmp_path_factory.mktemp("alone")) as probes:
         for ranks in (2, 4):
-            common = settings(yard, f"alone-{ranks}", "parameter_server", 1, job__consistency__mode="sync")
-            common["job__consistency__logical_ranks"] = ranks
-            losses = probes.run("stages", *options(ranks), **common)["losses"]
+            losses = probes.run("stages", *options(ranks), **alone(yard, f"alone-{ranks}", ranks))["losses"]
             assert len(losses) == STEPS * ranks
             found[ranks] = [float(each) for each in losses]
     return found
-
-
-def start(probes: Probes, workers: int, *given: str, **common: Any) -> Started:
-    return [probes.start(*given, **common) for _ in range(workers)]
 
 
 def place_in(script: Script, members: int) -> int:
@@ -134,8 +102,7 @@ def test_promise_2_others_go_on_with_the_replica_that_is_left(
     Each sample counts once."""
     ranks = ranks_of(strategy, 4)
     common = settings(yard, f"lost-{how.name.lower()}-{strategy}", strategy, 4)
-    mode = "tensor-counts" if strategy == "tensor" else "stage-counts"
-    given = (mode, "--samples", "96", "--epochs", "10", "--pause-ms", "20", "--ranks", str(ranks))
+    given = (counts_mode(strategy), "--samples", "96", "--epochs", "10", "--pause-ms", "20", "--ranks", str(ranks))
     started = start(probes, 4, *given, **common)
     wait_for_any([script for script, _ in started], "computed 7")
     victim = next(each for each in started if place_in(each[0], 4) == 1)

@@ -240,10 +240,10 @@ class Counts(torch.nn.Module):
 class TwoCounts(torch.nn.Module):
     """The gradients of `nan_samples` are not finite in the first stage."""
 
-    def __init__(self, samples: int, nan_samples: list[int] | None = None) -> None:
+    def __init__(self, samples: int, nan_samples: list[int]) -> None:
         super().__init__()
         self.first, self.second = Counts(samples), Counts(samples)
-        self.spoiled = Spoiled(nan_samples or [])
+        self.spoiled = Spoiled(nan_samples)
 
     def forward(self, index: torch.Tensor) -> torch.Tensor:
         return self.second(index, self.spoiled(self.first(index, index.double()), index))
@@ -252,8 +252,8 @@ class TwoCounts(torch.nn.Module):
 class CountsBesideLayers(TwoCounts):
     """The layers add nothing."""
 
-    def __init__(self, samples: int) -> None:
-        super().__init__(samples)
+    def __init__(self, samples: int, nan_samples: list[int]) -> None:
+        super().__init__(samples, nan_samples)
         self.layers = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1)).double()
 
     def forward(self, index: torch.Tensor) -> torch.Tensor:
@@ -300,10 +300,8 @@ def sign_of_rows() -> sy.tables.Adam:
 
 
 def train_stage_counts(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
-    if options.mode == "tensor-counts":
-        counted = CountsBesideLayers(options.samples)
-    else:
-        counted = TwoCounts(options.samples, [] if options.with_rows else options.nan_samples)
+    counts = CountsBesideLayers if options.mode == "tensor-counts" else TwoCounts
+    counted = counts(options.samples, [] if options.with_rows else options.nan_samples)
     model = CountsOfRows(counted, options.nan_samples) if options.with_rows else counted
     # a step has four samples of each rank, or several times as many
     optimizer = torch.optim.SGD(model.parameters(), lr=4.0 * options.ranks * options.accumulate)

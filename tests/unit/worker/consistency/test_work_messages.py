@@ -1,4 +1,4 @@
-"""What the first worker of an asynchronous pipeline tells the others arrives as it was told."""
+"""What the first worker of an asynchronous replica tells the others arrives as it was told."""
 
 from __future__ import annotations
 

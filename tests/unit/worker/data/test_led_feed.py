@@ -1,4 +1,4 @@
-"""What the first worker of an asynchronous pipeline tells the others between two leases."""
+"""What the first worker of an asynchronous replica tells the others between two leases."""
 
 from __future__ import annotations
 
