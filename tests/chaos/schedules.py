@@ -239,7 +239,7 @@ class Plan:
         how = (
             f"{'hybrid' if self.hybrid else own or 'sync'}, {self.logical_ranks} ranks"
             if self.sync
-            else f"async, {self.batches_per_data_shard} batches a shard"
+            else f"async {own}".strip() + f", {self.batches_per_data_shard} batches a shard"
         )
         more = [
             name
@@ -406,7 +406,7 @@ def _with_strategy(plan: Plan, strategy: Strategy, chance: random.Random) -> Pla
         plan = replace(plan, replicas=2, workers=3)
     ranks = replace(plan, logical_ranks=plan.replicas)
     if random.Random(f"{ranks} servers").random() < 0.5:
-        waits = strategy is not Strategy.PIPELINE or random.Random(f"{ranks} waits").random() < 0.5
+        waits = random.Random(f"{ranks} waits").random() < 0.5
         return replace(ranks, pushes=True, wal=logs, sync=waits)
     if strategy is Strategy.SHARDED:
         return replace(plan, logical_ranks=4) if plan.replicas > 1 else replace(plan, parts=1)

@@ -179,6 +179,9 @@ def test_each_strategy_meets_every_kind_of_fault() -> None:
     assert {(plan.pushes, plan.wal) for plan in pipelines} == {(False, False), (True, False), (True, True)}
     assert {(plan.pushes, plan.sync) for plan in pipelines} == {(False, True), (True, False), (True, True)}
     assert {plan.replicas for plan in pipelines if plan.pushes} == {1, 2}
+    drawn += [draw(seed, strategy_of(seed)) for seed in range(SEEDS, 3 * SEEDS)]
+    spread = {(each.plan.strategy, each.plan.sync) for each in drawn if each.plan.pushes}
+    assert spread == {(strategy, sync) for strategy in STRATEGIES if strategy.is_spread for sync in (True, False)}
 
 
 def test_faults_begin_while_there_is_work_to_do() -> None:
