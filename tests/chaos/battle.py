@@ -99,7 +99,7 @@ def script_arguments(plan: Plan, out: Path) -> list[str]:
     options = [text for name, number in numbers.items() for text in (f"--{name}", str(number))]
     chosen = {"tables": plan.tables, "forgetful": plan.forgetful, "look-ahead": plan.looks_ahead}
     chosen |= {"train-step": plan.strategy.is_spread}
-    chosen |= {"double": plan.has_values, "plain": plan.is_plain}
+    chosen |= {"double": plan.strategy.uses_groups, "plain": plan.is_plain}
     options += [f"--{name}" for name in chosen if chosen[name]]
     return [str(SCRIPTS / "digits.py"), str(out), *options]
 
