@@ -4,17 +4,20 @@ After a batch the members tell each other a few facts. A member receives them in
 waits for another member, so that the last one to finish need not wait for the others.
 
 When a connection closes, gloo ends a transfer that has not begun, but neither one of which a part was sent or received,
-nor one that it meets the end of the connection with. So a thread waits for transfers, which is left alone with the one
-that does not end.
+nor one that it meets the end of the connection with. So this thread calls gloo's wait only for what has been received
+as a whole: bytes come in order, so it looks at the last one for a moment. Then another thread waits, which is left
+alone with a transfer that does not end.
 
 Owns: the transfers under way. Must not know: what the messages say.
 """
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
@@ -35,6 +38,11 @@ _TAG_OF_NOTHING: Final = _TAG_OF_FACTS + 1
 _TAG_OF_MESSAGES: Final = _TAG_OF_FACTS + 2
 _CHECKS_EACH: Final = 10
 """Among so many, one looks at the connections."""
+_NOT_COME: Final = 0xFF
+"""A tensor's last byte until it has come: few numbers end so."""
+_LOOKED_S: Final = 2e-3
+"""How long the thread that trains looks at a tensor's last byte. To be woken by another thread takes longer."""
+_LOOK_S: Final = 5e-5
 
 
 class _Waiter:
@@ -74,17 +82,28 @@ class _Waiter:
 
 
 class Receive:
-    """A tensor under way to this worker. `into`: where it goes, if gloo cannot write it there."""
+    """A tensor under way to this worker."""
 
-    def __init__(self, messages: Messages, work: Any, tensor: torch.Tensor, into: torch.Tensor | None = None) -> None:
+    def __init__(self, messages: Messages, gloo: Any, tensor: torch.Tensor, place: int, tag: int) -> None:
+        """Raises RuntimeError."""
         self._messages = messages
-        self.work = work
-        self._tensor = tensor  # gloo writes it until it has come
-        self._into = into
+        self._into = tensor
+        self._tensor = tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype)
+        nbytes = tensor.nbytes
+        self._last = ctypes.c_ubyte.from_address(self._tensor.data_ptr() + nbytes - 1) if nbytes else None
+        if self._last is not None:
+            self._last.value = _NOT_COME
+        self.work = gloo.recv([self._tensor], place, tag)
+
+    @property
+    def has_come(self) -> bool:
+        """Whether all of it has been received. Of some tensors that is not known before `wait` returns."""
+        return self._last is not None and self._last.value != _NOT_COME
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:  # noqa: ARG002 - the group ends a wait
-        self._messages.wait(self.work)
-        if self._into is not None:
+        """Raises GroupLost."""
+        self._messages.wait(self.work, self)
+        if self._into is not self._tensor:
             self._into.copy_(self._tensor)
         return True
 
@@ -110,7 +129,7 @@ class Messages:
         self._waiter = _Waiter(self._check)
         self._checks = 0
         self._facts = np.zeros((0, 0))
-        """What each member says of the step at hand, and a 1."""
+        """What each member says of the step at hand."""
         self._count = 0
         """How many each says of it; 0: that is not known yet."""
         self._receiving: list[Receive] = []
@@ -136,20 +155,20 @@ class Messages:
 
     def receive(self, gloo: Any, tensor: torch.Tensor, place: int, tag: int) -> Receive:
         """Begins to receive a tensor from the member at that place of `gloo`."""
-        contiguous = tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype)
         try:
-            work = gloo.recv([contiguous], place, tag)
+            return Receive(self, gloo, tensor, place, tag)
         except RuntimeError as error:
             raise _lost(error) from error
-        return Receive(self, work, contiguous, None if contiguous is tensor else tensor)
 
-    def wait(self, work: Any, *, is_there: bool = False) -> None:
-        """Returns when the transfer has ended. `is_there`: all of it has been received, so gloo's wait ends at once,
-        and no other thread is needed for it."""
+    def wait(self, work: Any, receive: Receive | None = None) -> None:
+        """Returns when the transfer has ended. `receive`: what is received by it."""
         if self._count and not self._receiving:  # here no other member waits for this one
             self._receive_facts()
+        until = time.monotonic() + _LOOKED_S
+        while receive is not None and not receive.has_come and time.monotonic() < until:
+            time.sleep(_LOOK_S)
         try:
-            work.wait() if is_there else self._waiter.wait(work)
+            work.wait() if receive is not None and receive.has_come else self._waiter.wait(work)
         except RuntimeError as error:
             raise _lost(error) from error
 
@@ -168,7 +187,7 @@ class Messages:
         self._count = count
 
     def _receive_facts(self) -> None:
-        self._facts = np.zeros((self._everyone.size, self._count + 1))
+        self._facts = np.zeros((self._everyone.size, self._count))
         gloo, rows = self._everyone.process_group, torch.from_numpy(self._facts)
         self._receiving = [self.receive(gloo, rows[at], at, _TAG_OF_FACTS) for at in self._others]
 
@@ -177,15 +196,15 @@ class Messages:
         self._count = len(said)
         if not self._receiving:
             self._receive_facts()
-        own, gloo = torch.tensor([*said, 1.0], dtype=torch.float64), self._everyone.process_group
+        own, gloo = torch.tensor(said, dtype=torch.float64), self._everyone.process_group
         sent = [self._sent(gloo, own, at, _TAG_OF_FACTS) for at in self._others]
-        self._facts[self._everyone.place] = (*said, 1.0)
-        for at, each in zip(self._others, self._receiving, strict=True):
-            self.wait(each.work, is_there=bool(self._facts[at, -1]))
+        self._facts[self._everyone.place] = said
+        for each in self._receiving:
+            each.wait()
         self._receiving, self._count = [], 0
         self._sending = deque(sent)  # a member that says its facts has received what was sent to it before
         found: list[float] = self._facts.sum(0).tolist()
-        return found[:-1]
+        return found
 
     # ---- messages of one member to all others
 
@@ -196,7 +215,7 @@ class Messages:
 
     def hear(self, message: torch.Tensor, place: int) -> None:
         """Waits for what the member at that place tells next."""
-        self.wait(self.receive(self._everyone.process_group, message, place, _TAG_OF_MESSAGES).work)
+        self.receive(self._everyone.process_group, message, place, _TAG_OF_MESSAGES).wait()
 
     def end(self) -> None:
         """No transfer follows."""

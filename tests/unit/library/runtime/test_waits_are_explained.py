@@ -152,6 +152,7 @@ ALLOWED: Final[dict[str, str]] = {
     "worker/replicas/messages.py:_Waiter.wait:get": SLICE,
     "worker/replicas/messages.py:Messages.wait:wait": OUTSIDE,
     "worker/replicas/messages.py:Messages.hear:wait": OUTSIDE,
+    "worker/replicas/messages.py:Messages.wait:sleep": "for 2 ms",
     "worker/replicas/messages.py:Messages.send:wait": OUTSIDE,
     "worker/replicas/messages.py:Messages.sum_facts:wait": OUTSIDE,
     "worker/replicas/collectives.py:Collectives.check_begun:wait": "the operation has ended",

@@ -51,9 +51,11 @@ class Members(Collectives):
             raise GroupLost("the group lacks a member")
 
 
-def of_stages(members: Collectives) -> None:
+def of_stages(members: Collectives, *, receives: bool) -> None:
     group, tensor = StageGroup(members, members), torch.empty(LARGE)
     try:
+        if receives:
+            group.recv([tensor], 1, TAG).wait()
         for _ in range(SENDS_MAX + 1):
             group.send([tensor], 1, TAG).wait()
     finally:
@@ -69,7 +71,8 @@ def of_collectives(begin: Callable[[], object], members: Collectives) -> None:
 
 
 TRANSFERS: dict[str, Callable[[Collectives], None]] = {
-    "stage": of_stages,
+    "sent": partial(of_stages, receives=False),
+    "received": partial(of_stages, receives=True),
     "gather": partial(of_collectives, lambda: dist.all_gather_into_tensor(torch.empty(2 * LARGE), torch.zeros(LARGE))),
     "cut": partial(of_collectives, lambda: dist.reduce_scatter_tensor(torch.empty(LARGE), torch.zeros(2 * LARGE))),
 }
@@ -77,8 +80,11 @@ TRANSFERS: dict[str, Callable[[Collectives], None]] = {
 
 def stand_still(store: Path, name: str) -> None:
     """The second one, in the middle of a transfer."""
-    gloo, into = connect(store, 1), [torch.empty(LARGE)]
-    begun = gloo.recv(into, 0, TAG) if name == "stage" else gloo.allreduce([torch.zeros(1)])
+    gloo, tensors = connect(store, 1), [torch.empty(LARGE)]
+    if name == "sent":
+        begun = gloo.recv(tensors, 0, TAG)
+    else:
+        begun = gloo.send(tensors, 0, TAG) if name == "received" else gloo.allreduce([torch.zeros(1)])
     os.kill(os.getpid(), signal.SIGSTOP)
     begun.wait()
 
@@ -113,7 +119,15 @@ def fork() -> Iterator[Callable[..., int]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "how"), [("stage", "frozen"), ("stage", "killed"), ("gather", "frozen"), ("cut", "frozen")]
+    ("name", "how"),
+    [
+        ("sent", "frozen"),
+        ("sent", "killed"),
+        ("received", "frozen"),
+        ("received", "killed"),
+        ("gather", "frozen"),
+        ("cut", "frozen"),
+    ],
 )
 def test_transfer_to_a_lost_member_is_given_up(tmp_path: Path, fork: Callable[..., int], name: str, how: str) -> None:
     """gloo waits on, since a part of it was sent."""
