@@ -29,9 +29,10 @@ class Strategy(enum.Enum):
     """In the workers, each of which has a stage of the model; the servers hold what checkpoints and readers need.
     Or on the servers (`Between`)."""
     SHARDED = "sharded"
-    """In the workers, each of which has a shard of every parameter, and computes batches of its own."""
+    """In the workers, each of which has a shard of every parameter. Or on the servers."""
     TENSOR = "tensor"
-    """In the workers, each of which has a part of the layers that are cut; all compute the same batches."""
+    """In the workers, each of which has a part of the layers that are cut; all compute the same batches. Or on the
+    servers."""
 
     @property
     def uses_groups(self) -> bool:
@@ -59,7 +60,7 @@ class Strategy(enum.Enum):
 
     @property
     def mode(self) -> ConsistencyMode | None:
-        """The only mode in which it trains; None: any mode."""
+        """The mode in which it trains, unless `Between` says that servers have the variables; None: any mode."""
         return None if self is Strategy.PARAMETER_SERVER else ConsistencyMode.SYNC
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from shardyard.domain import errors
 from shardyard.domain.ids import Generation, Incarnation
-from shardyard.domain.replica_groups import Between
+from shardyard.domain.replica_groups import Strategy
 from shardyard_coordinator.core.effects import (
     Acknowledged,
     CreatePartitions,
@@ -130,7 +130,7 @@ def begin_running(job: JobState) -> list[Effect]:
 def _check_places(job: JobState, registered: VariablesRegistered) -> None:
     """Raises InvalidRequest."""
     places, settings = registered.places, job.settings
-    pushes_stages = settings.between is Between.PARAMETER_SERVER and settings.shares == 1
+    pushes_stages = settings.strategy is Strategy.PIPELINE and not settings.has_replicas
     count = settings.workers_per_rank if pushes_stages else 0
     wanted = len(registered.variables) if count else 0
     if len(places) != wanted or max(places, default=-1) >= count:

@@ -114,7 +114,7 @@ def plan(
     """Cuts variables of more than `block_bytes` into blocks of that size and spreads them over the partitions, the
     largest first, each to the partition with the fewest bytes (R. L. Graham, "Bounds on multiprocessing timing
     anomalies", 1969: at most 4/3 of the best). A variable without elements has no block. `places`: for each variable,
-    which worker pushes its gradients. Empty: so many workers push a share of each variable
+    which worker pushes its gradients. Empty: each of `shares` workers pushes a share of each variable
     (shardyard.domain.layout.shares). A partition has what one of them pushes.
 
     Raises InvalidRequest without variables and tables, and for fewer partitions than places; TooLarge for too many

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,10 +15,12 @@ from tests.support import spread_jobs
 from tests.support.spread_jobs import STRATEGIES, Started, alone, counts_mode, start
 from tests.support.yards import Probes, RoleYard, Script, computed, finish, running_yard, wait_for_any
 
+LEASE_MS = 1_500
+
 
 @pytest.fixture(scope="module")
 def yard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    given = {"membership.lease_ms": 1_500, "membership.heartbeat_ms": 100}
+    given = {"membership.lease_ms": LEASE_MS, "membership.heartbeat_ms": 100}
     with running_yard(tmp_path_factory.mktemp("yard"), servers=2, settings=given) as cluster:
         yield cluster
 
@@ -121,6 +124,20 @@ def test_losses_of_one_replica_are_those_of_one_worker(
         assert sum(result["losses"][-5:]) < sum(result["losses"][:5])
 
 
+@pytest.mark.long("pipeline", "tensor")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_norm_that_clips_is_that_of_variables_and_rows(yard: LocalCluster, probes: Probes, strategy: str) -> None:
+    given, clip = counted(96, 2, "--with-rows", strategy=strategy), {"job__clip__norm": 0.3}
+    wanted = probes.run(*given, **alone(yard, f"clipped-rows-{strategy}-alone", mode="async") | clip)["counts"]
+    common = settings(yard, f"clipped-rows-{strategy}", strategy=strategy, **clip)
+    if strategy == "pipeline":
+        common["job__pipeline__cut"] = "counts.second"
+    for script, out in start(probes, 2, *given, **common):
+        for counts, of_one in zip(finish(script, out)["counts"], wanted, strict=True):
+            assert counts == pytest.approx(of_one, rel=1e-5)
+            assert 0.0 < max(counts) < 1.0, "without clipping it is 2"
+
+
 def test_a_fast_pipeline_does_not_wait_for_a_slow_one(yard: LocalCluster, probes: Probes) -> None:
     common = settings(yard, "speeds", 4)
     fast = start(probes, 2, *counted(400, 1, "--pause-ms", "5"), **common)
@@ -158,6 +175,27 @@ def test_promise_2_each_sample_counts_once_when_a_part_is_lost(
     for script, out in started:
         assert finish(script, out)["counts"] == [[4.0] * 48] * (2 + with_rows)
     assert victim.wait() != 0
+
+
+@pytest.mark.long("sharded")
+@pytest.mark.parametrize("strategy", ["sharded", "tensor"])
+def test_promise_2_gradients_of_rows_of_a_lost_work_are_dropped(
+    yard: LocalCluster, probes: Probes, tmp_path: Path, strategy: str
+) -> None:
+    """A worker is lost between two batches of a work. The other one has gradients of rows of the first batch."""
+    common = settings(yard, f"half-{strategy}", strategy=strategy, job__data__batches_per_data_shard=4)
+    given = ("--accumulate", "2", "--with-rows", "--hold-at", "7", "--hold", str(tmp_path / "go"))
+    started = start(probes, 3, *counted(96, 2, *given, strategy=strategy), **common)
+    for at in range(2):
+        wait_for_any([script for script, _ in started], f"has place {at} of 2")
+    victim, _ = take(started, 1)  # batches of a data shard whose leader has died are pushed one by one
+    for script in (victim, next(script for script, _ in started if place_of(script) == 0)):
+        script.wait_for("computed 7")
+    victim.process.send_signal(signal.SIGKILL)
+    time.sleep(LEASE_MS / 1000 + 0.5)  # then the other one learns of it before it computes the second batch
+    (tmp_path / "go").touch()
+    for script, out in started:
+        assert finish(script, out)["counts"] == [[2.0] * 96] * 3
 
 
 @pytest.mark.long("1")
@@ -214,6 +252,7 @@ def test_mistakes_are_refused_with_an_explanation(yard: LocalCluster, probes: Pr
         assert found["step"].startswith("a step outside of job.batches in an asynchronous job")
         assert found["forward"].startswith("the forward of the whole model")
         assert found["last"].startswith("a batch of 6 samples")
+        assert found["sampler"].startswith("job.sampler in an asynchronous job")
 
 
 @pytest.mark.long

@@ -81,6 +81,22 @@ def test_gradient_is_clipped_by_the_norm_over_all_parts(
     )
 
 
+@pytest.mark.long("sharded")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_norm_that_clips_is_that_of_variables_and_rows(yard: LocalCluster, probes: Probes, strategy: str) -> None:
+    """A step of rows is 1 whatever their gradients, which are part of the norm."""
+    clip = {"job__clip__norm": 0.3}
+    given = (counts_mode(strategy), "--with-rows", "--samples", "96", "--epochs", "2")
+    wanted = probes.run(*given, **alone(yard, f"clipped-rows-{strategy}-alone", 1) | clip)["counts"]
+    common = settings(yard, f"clipped-rows-{strategy}", strategy=strategy) | clip
+    if strategy == "pipeline":
+        common["job__pipeline__cut"] = "counts.second"
+    for script, out in start(probes, 2, *given, **common):
+        counts = finish(script, out)["counts"]
+        assert counts == [pytest.approx(each, rel=1e-5) for each in wanted]
+        assert 0.0 < max(counts[0]) < 1.0, "without clipping it is 2"
+
+
 @pytest.mark.long("pipeline-1-frozen", "pipeline-0-rows", "sharded-rows", "tensor-1-frozen")
 @pytest.mark.parametrize(
     ("strategy", "place", "how", "with_rows"),

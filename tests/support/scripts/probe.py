@@ -153,6 +153,13 @@ def make_mistakes(job: sy.Job, options: argparse.Namespace) -> dict[str, object]
         "samples": lambda: job.train_step(x[:8].double(), y[:4]),
         "last": lambda: job.batches(batches, batch_size=8, epochs=options.epochs),
     }
+
+    def sample() -> None:
+        for batch in DataLoader(batches, batch_sampler=job.sampler(batches, batch_size=4, drop_last=True)):
+            job.train_step(*batch)
+
+    if job.mode is UpdateMode.ASYNC:
+        mistakes["sampler"] = sample
     found = {}
     for name, make in mistakes.items():
         try:
@@ -264,10 +271,10 @@ class CountsBesideLayers(TwoCounts):
 class CountsOfRows(torch.nn.Module):
     """`counts`, and a row of a table for each sample. The gradients of the rows of `nan_samples` are not finite."""
 
-    def __init__(self, counts: TwoCounts, nan_samples: list[int]) -> None:
+    def __init__(self, counts: TwoCounts, optimizer: sy.tables.Optimizer, nan_samples: list[int]) -> None:
         super().__init__()
         self.counts = counts
-        table = sy.tables.Table(1, name="counts", optimizer=sign_of_rows(), initial=sy.tables.zeros())
+        table = sy.tables.Table(1, name="counts", optimizer=optimizer, initial=sy.tables.zeros())
         self.rows, self.spoiled = sy.Embedding(1, table=table), Spoiled(nan_samples)
 
     def forward(self, index: torch.Tensor) -> torch.Tensor:
@@ -302,9 +309,11 @@ def sign_of_rows() -> sy.tables.Adam:
 def train_stage_counts(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
     counts = CountsBesideLayers if options.mode == "tensor-counts" else TwoCounts
     counted = counts(options.samples, [] if options.with_rows else options.nan_samples)
-    model = CountsOfRows(counted, options.nan_samples) if options.with_rows else counted
     # a step has four samples of each rank, or several times as many
-    optimizer = torch.optim.SGD(model.parameters(), lr=4.0 * options.ranks * options.accumulate)
+    lr = 4.0 * options.ranks * options.accumulate
+    of_rows = sy.tables.SGD(lr=lr) if job.mode is UpdateMode.ASYNC else sign_of_rows()
+    model = CountsOfRows(counted, of_rows, options.nan_samples) if options.with_rows else counted
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     job.prepare(model, optimizer, loss=lambda output, target: (target - output).mean())
     computed = 0
     index = torch.arange(options.samples)

@@ -56,6 +56,8 @@ class AsyncFeed(Feed):
         """Data shards that were leased to be read ahead, in the order in which they are computed."""
         self._is_last = False
         """Whether no more can be leased ahead of the end of the current one."""
+        self._is_unsure = False
+        """Whether the coordinator may have leased a data shard to this worker, of which it does not know."""
 
     def batches(self) -> Generator[Any, None, None]:
         try:
@@ -91,7 +93,7 @@ class AsyncFeed(Feed):
         computed."""
         if self._ahead:
             return self._ahead.pop(0)
-        request = wire.LeaseDataRequest(caller=common_messages.caller_to_wire(self._session.caller), feed=self._number)
+        request = self._lease_request()
         reply = self._session.ask(methods.LEASE_DATA, request)
         with self._session.wait_registry.over(lambda: f"a data shard of feed {self._number}: {reply.wait.waiting_for}"):
             while reply.WhichOneof("answer") == "wait":
@@ -104,6 +106,12 @@ class AsyncFeed(Feed):
                     return None
                 reply = self._session.ask(methods.LEASE_DATA, request)
         return lease_messages.data_lease_from_wire(reply.lease) if reply.HasField("lease") else None
+
+    def _lease_request(self, known: Sequence[int] = ()) -> wire.LeaseDataRequest:
+        """`known`: the tokens of the data shards that this worker knows that it holds. If it holds another one, it gets
+        that (rule A14)."""
+        caller = common_messages.caller_to_wire(self._session.caller)
+        return wire.LeaseDataRequest(caller=caller, feed=self._number, known=known)
 
     def _wait_for_lease(self) -> None:
         """Called before each wait for a data shard."""
@@ -118,14 +126,12 @@ class AsyncFeed(Feed):
         if self._strategy.becomes_synchronous:
             return None
         known = [shard.token, *(each.token for each in self._ahead)]
-        caller = common_messages.caller_to_wire(self._session.caller)
         try:
             self._session.check()
-            reply = self._session.ask_once(
-                methods.LEASE_DATA, wire.LeaseDataRequest(caller=caller, feed=self._number, known=known)
-            )
+            reply = self._session.ask_once(methods.LEASE_DATA, self._lease_request(known))
         except (NotReady, Unavailable) as error:
             log.debug("no data shard was leased ahead: %s", error)
+            self._is_unsure = True
             reply = wire.LeaseDataReply()
         if not reply.HasField("lease") or len(known) == DATA_LEASES_MAX:
             self._is_last = True

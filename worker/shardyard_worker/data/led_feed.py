@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
+from shardyard.domain.errors import InvalidRequest
+from shardyard.domain.ids import Token
 from shardyard.domain.push_names import DataLease
+from shardyard.wire import lease_messages, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_worker.consistency.groups.pushed_async import PushedAsync
 from shardyard_worker.consistency.groups.work_messages import Told, WorkMessage
@@ -33,6 +36,8 @@ class LedFeed(AsyncFeed):
         self._ask = ask
         self._leased: DataLease | None = None
         """The lease that this worker leads through."""
+        self._held: dict[Token, DataLease] = {}
+        """The leases that this worker has opened, and has not returned."""
         self._is_over = False
         """Whether this replica has gone through all data."""
 
@@ -70,9 +75,16 @@ class LedFeed(AsyncFeed):
         return self._is_over
 
     def _return_leases(self) -> None:
-        leases = [*([] if self._leased is None else [self._leased]), *self._ahead]
-        self._leased, self._ahead = None, []
-        for lease in leases:
+        """Also one that this worker does not know of: a worker without a place asks for no more."""
+        held = self._held | {each.token: each for each in self._ahead}
+        self._leased, self._held, self._ahead = None, {}, []
+        if self._is_unsure:
+            self._is_unsure = False
+            reply = self._session.ask(methods.LEASE_DATA, self._lease_request([*held]))
+            if reply.HasField("lease"):
+                unknown = lease_messages.data_lease_from_wire(reply.lease)
+                held[unknown.token] = unknown
+        for lease in held.values():
             self._give_back(lease, begun=False)
 
     # ---- the leader
@@ -84,7 +96,7 @@ class LedFeed(AsyncFeed):
             lease = self._lease()
             if lease is None:
                 break
-            self._leased = lease
+            self._leased = self._held[lease.token] = lease
             yield from self._go_through(lease)
             if self._leased is not None:  # work was lost: watermarks are read when no push of it is under way
                 self._tell(Told.ANSWERED)
@@ -112,7 +124,7 @@ class LedFeed(AsyncFeed):
         super()._contribute(work, sending)
 
     def _close(self, lease: DataLease) -> None:
-        """When all members' pushes are answered. In the middle of a work they do not listen."""
+        """When all members' pushes are answered. Members in the middle of a work are not told."""
         if self.work is None or self.work.taken:
             try:
                 self._tell(Told.ANSWERED)
@@ -121,6 +133,7 @@ class LedFeed(AsyncFeed):
             else:
                 self._strategy.await_answers()
         super()._close(lease)
+        self._held.pop(lease.token, None)
         self._leased = None
 
     def _lease_ahead(self) -> DataLease | None:
@@ -133,7 +146,7 @@ class LedFeed(AsyncFeed):
         while True:
             message = self._strategy.hear()
             if message.feed != self._number:
-                raise GroupLost(f"the replica is in data set {message.feed}, and this worker in {self._number}")
+                self._has_other_feed(message.feed)
             match message.told:
                 case Told.BATCH:
                     yield from self._compute(message)
@@ -148,6 +161,18 @@ class LedFeed(AsyncFeed):
                 case Told.ENDS:
                     self._is_over = True
                     return
+
+    def _has_other_feed(self, number: int) -> NoReturn:
+        """The leader is in that data set. Raises GroupLost, and InvalidRequest if both data sets have more batches."""
+        what = f"the replica is in data set {number}, and this worker in {self._number}"
+        if number < self._number or self._ask().done:  # one of them has not learned yet that the first one is done
+            raise GroupLost(what)
+        raise InvalidRequest(
+            what,
+            why="the workers of a replica compute each batch together",
+            todo="go through each job.batches to its end, and call it for the same data sets, in the same order, on all"
+            " workers",
+        )
 
     def _compute(self, message: WorkMessage) -> Iterator[Any]:
         lease, name = message.lease, message.name

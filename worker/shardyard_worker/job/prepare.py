@@ -153,7 +153,7 @@ def _replica_of(
 def _shares_of(
     loop: TrainingLoop, replica: Replica | SpreadModel | None, variables: Sequence[Variable], *, has_tables: bool
 ) -> Shares | None:
-    """What each worker of a replica pushes; None: a worker pushes all that it pushes. Raises ConfigurationError."""
+    """What each worker of a replica pushes; None: replicas have no parts that are pushed. Raises ConfigurationError."""
     settings, exchange = loop.session.job_settings, loop.session.settings.worker.exchange
     if settings.between is not Between.PARAMETER_SERVER:
         return None

@@ -118,7 +118,12 @@ def _with_values_on_servers(model: PlannedModel, part: int, shares: int, workers
     ranks."""
     share = model.parameters // shares
     worker = model.fixed + model.buffers + max(2 * part + 2 * share, 2 * model.parameters)
-    return worker, stored + model.parameters * (workers // shares)
+    return worker, stored + _of_step(model, workers // shares)
+
+
+def _of_step(model: PlannedModel, ranks: int) -> int:
+    """Bytes of the gradients that servers keep until a step has those of all ranks."""
+    return model.parameters * ranks if model.settings.consistency.mode.updates is UpdateMode.SYNC else 0
 
 
 def _of_pipeline(model: PlannedModel, workers: int, stages: int, stored: int, refused: str) -> Cost:
@@ -126,7 +131,7 @@ def _of_pipeline(model: PlannedModel, workers: int, stages: int, stored: int, re
     if _pushes(model, Strategy.PIPELINE):
         # of its stage the values, as they come from servers too, and the gradients; when the data ends, the whole model
         worker = own + max((2 * parameters + gradients) // stages, 2 * parameters)
-        return Cost(Strategy.PIPELINE, worker, stored + gradients * (workers // stages), None)
+        return Cost(Strategy.PIPELINE, worker, stored + _of_step(model, workers // stages), None)
     # of its stage everything; when the data ends, the whole model, and the state of its stage
     worker = own + (_sums(gradients, workers, stages) + model.state) // stages
     worker += max((parameters + gradients) // stages, parameters)

@@ -173,9 +173,9 @@ class Collectives:
                 except RuntimeError as error:
                     raise self._lost(error) from error
 
-    def meet(self) -> None:
-        """Returns when all members have called this."""
-        with self._session.wait_registry.over(lambda: "the other replicas"):
+    def meet(self, others: str) -> None:
+        """Returns when all members have called this. `others`: who they are."""
+        with self._session.wait_registry.over(lambda: others):
             self.wait(self.sum(torch.zeros(1)))
 
     def begin(self, begin: Callable[[], Any]) -> Any:

@@ -43,13 +43,13 @@ class Publisher:
     def publish(self, step: int, collectives: Collectives, share: tuple[int, int]) -> None:
         """Publishes this step, which this replica has, with the other members. `share`: the place of this member among
         so many that have the same variables. Raises MapChanged; then it is published again."""
-        collectives.meet()  # rule D4: nobody publishes a step that a member may lack
+        collectives.meet("the other replicas")  # rule D4: nobody publishes a step that a member may lack
         self._give(TakenStep(step, collectives.group.generation), share)
-        collectives.meet()
+        collectives.meet("the other replicas")
         if collectives.place == 0:
             with while_newest():
                 self._await_cut(step, collectives)
-        collectives.meet()
+        collectives.meet("the other replicas")
         self.step = step
         self._session.refresh()  # else the last heartbeat still asks for it
 

@@ -40,3 +40,19 @@ def test_members_draw_other_random_numbers() -> None:
 
     with torch.random.fork_rng():
         assert draws(0) == draws(0) != draws(1)
+
+
+def test_buffers_are_means_by_samples() -> None:
+    """Of three samples, and of two of another member."""
+    part: Any = ShardPart.__new__(ShardPart)
+    buffer = SimpleNamespace(target=torch.zeros(1), found=torch.tensor([5.0]))
+    part.model = SimpleNamespace(compute=lambda *_: 0.0, replica=SimpleNamespace(buffers=[buffer]))
+
+    def sum_with_other(tensor: torch.Tensor) -> None:
+        tensor += 0.4 * torch.tensor([10.0, 1.0])  # its buffer and its weight
+
+    part.inside = SimpleNamespace(place=0, size=2, sum=sum_with_other, most=lambda _: None, wait=lambda _: None)
+    with torch.random.fork_rng():
+        part._compute(part.inside, [torch.zeros(5)], torch.zeros(5), 1.0)
+    (mean,) = part._buffers()
+    assert mean.tolist() == pytest.approx([(3 * 5.0 + 2 * 10.0) / 5])

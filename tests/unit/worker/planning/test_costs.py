@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -80,6 +81,17 @@ def test_workers_that_push_shares_have_no_optimizer_state() -> None:
         assert (cost.worker, cost.servers) == (2 * 40_000, 3 * 40_000 + 80_000 + 2 * 40_000)
         if strategy is Strategy.SHARDED:
             assert cost.busiest == 6 * 40_000 * 3 // 4 + 2 * 40_000 // 4
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size"), [(Strategy.PIPELINE, "pipeline"), (Strategy.SHARDED, "sharded"), (Strategy.TENSOR, "tensor")]
+)
+def test_servers_keep_no_gradients_of_steps_that_do_not_wait(strategy: Strategy, size: str) -> None:
+    model = replace(model_of(4_000, state=8_000), cut=4_000)
+    given: dict[str, Any] = {size: {"stages" if size == "pipeline" else "size": 2}, "workers_expected": 4}
+    pushes = JobSettings(strategy=strategy, between=Between.PARAMETER_SERVER, consistency={"mode": "async"}, **given)
+    found = costs_of(replace(model, settings=pushes), workers=4, servers=1)
+    assert next(each.servers for each in found if each.strategy is strategy) == 3 * 4_000 + 8_000
 
 
 def test_strategies_that_cut_say_what_they_cannot_cut() -> None:

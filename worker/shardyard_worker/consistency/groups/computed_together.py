@@ -29,12 +29,12 @@ from shardyard_worker.training.variables import StepInput
 
 
 class RunsTogether(ABC):
-    """What a strategy is besides, whose workers compute each batch together."""
+    """A mix-in of strategies whose workers compute each batch together."""
 
     weight_of_batch: Callable[[], float | None]
     """The share of the batch at hand in the samples of its work; None: no work is at hand."""
     needs_feed = False
-    """Whether all members compute the same batch, with the same random numbers, and so take it from job.batches."""
+    """Whether batches must come from job.batches."""
     _session: Session
     _trainer: Trainer
     _model: SpreadModel
@@ -126,10 +126,17 @@ class RunsTogether(ABC):
                 todo="call job.train_step(x, y), which computes the loss and takes the step",
             )
 
+    def _leave_step(self) -> None:
+        """The group is left, and the step at hand with it."""
+        self._lost, self._has_run = None, False
+        self._forget_step()
+
     def _forget_step(self) -> None:
         """Nothing was computed of the step at hand."""
         self._passes, self._weight, self._has_odd_loss = 0, 0.0, False
         self._model.drop_gradients()
+        if self._trainer.link.tables is not None:
+            self._trainer.link.tables.clear()
 
 
 class ComputedTogether(RunsTogether, GroupStrategy):

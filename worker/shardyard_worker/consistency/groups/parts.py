@@ -22,13 +22,13 @@ from shardyard.domain.replica_groups import ReplicaGroup
 from shardyard.domain.variables import VariableKind
 from shardyard_worker.replicas.collectives import Collectives
 from shardyard_worker.replicas.messages import Messages
-from shardyard_worker.replicas.row_shares import exchange_rows
+from shardyard_worker.replicas.row_exchange import exchange_rows
 from shardyard_worker.replicas.spread_model import SpreadModel
 from shardyard_worker.training.table_binding import TakenRows
 from shardyard_worker.training.trainer import Trainer
 from shardyard_worker.training.variables import StepInput
 
-LEAVE, LOST, LOSS, SQUARE_NORM = range(4)
+LEAVE, REFUSED, LOSS, SQUARE_NORM = range(4)
 FACTS: Final = 4
 """Behind them each member has a place: 1 + the number of what is not finite (NonFiniteCheck), or 0."""
 
@@ -36,12 +36,12 @@ FACTS: Final = 4
 @dataclass(frozen=True, slots=True)
 class Facts:
     """What a member says of the batches at hand, or all of them together. `leaves`: a worker has come, or is gone;
-    `has_lost`: an earlier push was refused; `loss`: of the last batch; `square_norm`: of the gradients; `odd`: what is
-    not finite, by the places of the members."""
+    `is_refused`: an earlier push, or a report, was refused; `loss`: of the last batch; `square_norm`: of the gradients;
+    `odd`: what is not finite, by the places of the members."""
 
     leaves: bool
     loss: float
-    has_lost: bool = False
+    is_refused: bool = False
     square_norm: float = 0.0
     odd: Sequence[int | None] = ()
 
@@ -50,7 +50,7 @@ class ReplicaPart(ABC):
     """`model`: what this worker has a part of."""
 
     needs_feed: ClassVar[bool] = True
-    """Whether the members compute the same batch, with the same random numbers, and so take it from job.batches."""
+    """Whether batches must come from job.batches."""
     inside: Collectives | None = None
     """The members of this worker's replica. None: it has no place."""
 
@@ -118,14 +118,14 @@ class ReplicaPart(ABC):
         """Those of all members. `odd`: the number of what is not finite in this one. Returns when all have called this.
         Raises GroupLost."""
         said = [0.0] * (FACTS + self._size)
-        said[LEAVE], said[LOST] = float(own.leaves), float(own.has_lost)
+        said[LEAVE], said[REFUSED] = float(own.leaves), float(own.is_refused)
         said[LOSS], said[SQUARE_NORM] = own.loss, own.square_norm
         if odd is not None:
             assert self.inside is not None
             said[FACTS + self.inside.place] = 1.0 + odd
         found = self.messages.sum_facts(said)
         of_all = [int(each) - 1 if each else None for each in found[FACTS:]]
-        return Facts(bool(found[LEAVE]), found[LOSS], bool(found[LOST]), found[SQUARE_NORM], of_all)
+        return Facts(bool(found[LEAVE]), found[LOSS], bool(found[REFUSED]), found[SQUARE_NORM], of_all)
 
     # ---- a push
 

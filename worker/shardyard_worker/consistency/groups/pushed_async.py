@@ -24,7 +24,7 @@ from shardyard_worker.consistency.asynchronous import AsyncStrategy
 from shardyard_worker.consistency.groups.computed_together import RunsTogether
 from shardyard_worker.consistency.groups.group_strategy import next_group
 from shardyard_worker.consistency.groups.parts import Facts, ReplicaPart
-from shardyard_worker.consistency.groups.work_messages import NUMBERS, Told, WorkMessage
+from shardyard_worker.consistency.groups.work_messages import NUMBERS, WorkMessage
 from shardyard_worker.consistency.strategy import LostWork
 from shardyard_worker.replicas.collectives import Collectives
 from shardyard_worker.replicas.group_store import GroupLost, no_place
@@ -96,9 +96,8 @@ class PushedAsync(RunsTogether, AsyncStrategy):
         return True
 
     def leave_group(self) -> None:
-        self._is_to_leave = self._has_lost_push = self._has_run = False
-        self._lost = None
-        self._forget_step()
+        self._is_to_leave = self._has_lost_push = False
+        self._leave_step()
         self.part.leave()
 
     def _place_in_group(self) -> Collectives:
@@ -143,7 +142,7 @@ class PushedAsync(RunsTogether, AsyncStrategy):
         with self._session.wait_registry.over(lambda: "the first worker of this replica to begin a batch"):
             self.part.messages.hear(numbers, LEADER)
         message = WorkMessage.of(numbers)
-        if message.told in (Told.BATCH, Told.EMPTY):
+        if message.lease is not None:
             self._name = message.name
         return message
 
@@ -197,8 +196,6 @@ class PushedAsync(RunsTogether, AsyncStrategy):
             if sending is not None:
                 sending = self._counted(name, sending)
             self._push(name, sending)
-            if self._is_to_leave:
-                self.await_answers()
         except GroupLost as error:
             log.info("%s does not count: %s", name, error)
             self._lost = error
@@ -212,7 +209,11 @@ class PushedAsync(RunsTogether, AsyncStrategy):
             self._send(name, sending, None)
         except LostWork:
             self._has_lost_push = not self.leads  # the leader goes on from what the servers have anyway
+            if self._is_to_leave:
+                self.await_answers()
             raise
+        if self._is_to_leave:
+            self.await_answers()
 
     def _checked(self, name: PushName, sending: StepInput | None) -> StepInput | None:  # noqa: ARG002
         """The members have looked at it together."""
@@ -225,32 +226,34 @@ class PushedAsync(RunsTogether, AsyncStrategy):
         own = self.part.own(sending, self._weight)
         leaves = self._session.replica_generation > inside.group.generation or self._session.drain.asked
         norm = 0.0 if pushes.clipper is None else pushes.clipper.square_norm(self.part.gradients_in(own))
-        said = Facts(leaves, self._own_loss, self._has_lost_push, norm)
+        said = Facts(leaves, self._own_loss, is_refused=self._has_lost_push, square_norm=norm)
         facts = self._tell_facts(said, pushes.nonfinite.first(own.tensors, own.table_rows))
         self._is_to_leave = facts.leaves
-        if facts.has_lost:
-            self._drop(name, "an earlier push of its replica was refused")
+        if facts.is_refused:
+            self._give_up_work(name, "an earlier push of its replica was refused")
         self.loss = facts.loss
         if pushes.clipper is not None:
             pushes.clipper.square_norm_of_all = facts.square_norm
         odd = min((each for each in facts.odd if each is not None), default=None)
-        if not self._judge(name, odd, sending.highest):
-            self._drop(name, "its workers are to look at it again")
-        return own if odd is None else None
+        if odd is None:
+            return own
+        if not self._report(name, odd, sending.highest):
+            self._give_up_work(name, "its workers are to look at it again")
+        return None
 
-    def _judge(self, name: PushName, odd: int | None, highest: int) -> bool:
-        """The leader reports work that does not count. `odd`: the number of what is not finite. Returns
-        whether all members can push it, some as nothing."""
-        refused = False
+    def _report(self, name: PushName, odd: int, highest: int) -> bool:
+        """The leader reports work that does not count. `odd`: the number of what is not finite. Returns whether the
+        coordinator has taken the report, which all members learn. Raises GroupLost."""
+        is_refused = False
         if self.leads:
             try:
                 self._trainer.pushes.nonfinite.counts_with(name, odd, self._step, highest)
             except (errors.StaleToken, errors.StraddlingRange) as error:
                 log.info("%s does not count: %s", name, error.what)
-                refused = True
-        return odd is None or not self._tell_facts(Facts(leaves=False, loss=0.0, has_lost=refused)).has_lost
+                is_refused = True
+        return not self._tell_facts(Facts(leaves=False, loss=0.0, is_refused=is_refused)).is_refused
 
-    def _drop(self, name: PushName, why: str) -> None:
+    def _give_up_work(self, name: PushName, why: str) -> None:
         """No member pushes the work. The leader goes on from what the servers have. Raises LostWork."""
         log.info("%s does not count: %s", name, why)
         self._has_lost_push = False

@@ -57,10 +57,6 @@ class PartVersions(StepVersions):
     def await_ranks(self) -> None:
         self._strategy.take_place()
 
-    def catch_up(self, at_least: int) -> None:
-        """This worker computes no more, so the data has ended."""
-        self._strategy.end_data(at_least)
-
     def await_step(self) -> None:
         """As of the base. The version is asked for before the group is looked at: members that have the last one may
         have left."""
@@ -145,8 +141,7 @@ class PushedSync(ComputedTogether):
         self.versions.current = None
         self._is_to_leave = False
         self._upcoming = None
-        self._lost, self._has_run = None, False
-        self._forget_step()
+        self._leave_step()
         self.part.leave()
         if collectives is not None:
             collectives.leave()
@@ -181,7 +176,7 @@ class PushedSync(ComputedTogether):
                 if inside.place == odd[0]:
                     with while_newest():
                         check.counts_with(name, odd[1], step, own.highest)
-                inside.meet()  # it was recorded that the work does not count
+                inside.meet("the other workers of this replica")  # it was recorded that the work does not count
                 return None
             check.counts_with(name, None, step, own.highest)
         return own

@@ -24,7 +24,7 @@ from shardyard_worker.replicas.collectives import Collectives
 from shardyard_worker.replicas.default_group import CollectiveGroup, DefaultGroup
 from shardyard_worker.replicas.group_store import no_place
 from shardyard_worker.replicas.messages import Messages
-from shardyard_worker.replicas.row_shares import own_rows
+from shardyard_worker.replicas.row_exchange import own_rows
 from shardyard_worker.sharding.served_shares import ServedShares
 from shardyard_worker.sharding.sharded_model import FullyShardedModel, ShardedModel, TensorParallelModel
 from shardyard_worker.training.table_binding import TakenRows
@@ -101,12 +101,14 @@ class ShardPart(SharePart):
     """For job.strategy sharded."""
 
     model: FullyShardedModel
+    _part = 1.0
+    """Of the last batch's samples, that of this worker."""
 
     def _compute(self, inside: Collectives, inputs: Sequence[Any], target: Any, weight: float) -> float:
-        (inputs, target), part = part_of_batch((inputs, target), inside.place, inside.size)
+        (inputs, target), self._part = part_of_batch((inputs, target), inside.place, inside.size)
         # all members draw the same numbers for a batch, and each drops out other elements of its part
         torch.manual_seed(int(torch.randint(_SEEDS, ())) + inside.place)
-        return part * self.model.compute(inputs, target, weight * part)
+        return self._part * self.model.compute(inputs, target, weight * self._part)
 
     def _buffers(self) -> Sequence[torch.Tensor | None]:
         """Their means over the parts of the batch."""
@@ -114,7 +116,7 @@ class ShardPart(SharePart):
         if not buffers or inside is None:
             return super()._buffers()
         means = BufferMeans(buffers)
-        means.add(super()._buffers(), 1.0)
+        means.add(super()._buffers(), self._part)
         means.add_up(inside)
         found = means.means() or ()
         return [each.to(buffer.target.dtype) for each, buffer in zip(found, buffers, strict=True)]

@@ -174,8 +174,7 @@ class SpreadStrategy(ComputedTogether, ReplicaStrategy):
 
     def _leave_sums(self, collectives: Collectives | None) -> None:
         members, self._members = self._members, None
-        self._lost, self._has_run = None, False
-        self._forget_step()
+        self._leave_step()
         self._end_group()
         if members is not None:
             members.leave()
@@ -188,8 +187,6 @@ class SpreadStrategy(ComputedTogether, ReplicaStrategy):
 
     def _forget_gradients(self) -> None:
         super()._forget_step()
-        if self._trainer.link.tables is not None:
-            self._trainer.link.tables.clear()
         self._buffer_means.clear()
 
     @property

@@ -21,7 +21,7 @@ class Told(enum.IntEnum):
     EMPTY = 1
     """Work does not count: it is pushed empty."""
     ANSWERED = 2
-    """Each worker says whether its pushes were taken, now that they are answered."""
+    """All pushes are answered: each worker says that its own are."""
     WAITS = 3
     """There is no data shard to lease for now."""
     ENDS = 4
@@ -56,6 +56,8 @@ class WorkMessage:
     @staticmethod
     def of(numbers: torch.Tensor) -> WorkMessage:
         told, feed, of, epoch, index, token, begin, end, until, first, last, samples, due = numbers.tolist()
+        if told not in (Told.BATCH, Told.EMPTY):
+            return WorkMessage(Told(told), feed)
         lease = DataLease(DataShardSource(of, epoch, index), Token(token), begin, end, until)
         return WorkMessage(Told(told), feed, lease, first, last, samples, bool(due))
 

@@ -40,7 +40,7 @@ class FlatBuffers:
     `shareable`: servers on this machine may open the gradients' memory. `pushes`: gradients are pushed; if not, their
     memory is not touched, so it takes no pages. `slots`: the number of copies of that memory,
     one for the push that is being filled and one for each push in flight. `copies`: copies tensors of a GPU, if any.
-    `own`: the partitions that are pushed and pulled, which have whole variables; None: all.
+    `own`: the partitions that are pushed and pulled; None: all.
     """
 
     def __init__(
