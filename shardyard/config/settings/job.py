@@ -306,7 +306,7 @@ class JobSettings(Section):
         mode, strategy = self.strategy.mode, self.strategy.value
         if mode is None or self.consistency.mode is mode:
             return
-        if self.has_replicas:
+        if self.between is not Between.PARAMETER_SERVER:
             raise impossible(
                 ("strategy", "consistency.mode"),
                 f"consistency.mode {mode.value} with strategy {strategy}, whose workers take steps together",

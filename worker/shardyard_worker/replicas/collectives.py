@@ -1,4 +1,5 @@
-"""The collective operations of one replica group, by torch.distributed's gloo or another backend of its kind.
+"""The collective operations of one replica group, by torch.distributed's gloo or another backend of its kind. Members
+on one machine sum what is not large by `shared_sums`.
 
 Owns: the process group. Invariants: a collective that a member cannot complete is given up, and so is the group: its
 members wait for each other no more, whatever state they are in. Memory that an abandoned collective may still write is
@@ -22,9 +23,10 @@ import torch
 from torch.distributed import AllreduceOptions, Backend, ProcessGroupGloo, ReduceOp
 from torch.distributed.distributed_c10d import _DistributedBackendOptions  # type: ignore[attr-defined]
 
-from shardyard.domain.errors import ConfigurationError
+from shardyard.domain.errors import ConfigurationError, NotShareable, TooLarge
 from shardyard.domain.replica_groups import GLOO, ReplicaGroup
-from shardyard_worker.replicas.group_store import GroupLost, GroupStore
+from shardyard_worker.replicas.group_store import GroupLost, GroupStore, no_place
+from shardyard_worker.replicas.shared_sums import LARGEST_BYTES, Offer, OfferedMemory, SharedSum, SharedSums
 from shardyard_worker.session.session import Session
 
 log = logging.getLogger("shardyard.worker")
@@ -52,8 +54,9 @@ class Collectives:
         self.size = len(self._among)
         self._pending: list[Any] = []
         self._group: Any = None
+        self._shared: SharedSums | None = None
         if self.size > 1:
-            self._group = self._connect(f"torch {torch.__version__}, {fingerprint}")
+            self._connect(f"torch {torch.__version__}, {fingerprint}")
 
     def among(self, places: range) -> Collectives:
         """Those of some of these members, which all call this. This if they are all."""
@@ -61,11 +64,12 @@ class Collectives:
             return self
         return Collectives(self._session, self.group, self._among[self.place], self._fingerprint, places)
 
-    def _connect(self, fingerprint: str) -> Any:
-        among = self._among
+    def _connect(self, fingerprint: str) -> None:
+        among, memory = self._among, self._offered_memory()
         store = GroupStore(self._session, self.group, self.check, f"{among.start}:{among.stop}:{among.step}/")
-        store.set(f"fingerprint/{self.place}", fingerprint)
-        found = [each.decode() for each in store.multi_get([f"fingerprint/{each}" for each in range(self.size)])]
+        store.set(f"member/{self.place}", f"{'' if memory is None else memory.offer}\n{fingerprint}")
+        members = store.multi_get([f"member/{each}" for each in range(self.size)])
+        offers, found = zip(*(each.decode().split("\n", 1) for each in members), strict=True)
         if found[0] != fingerprint:
             first = self.group.members[among[0]]
             raise ConfigurationError(
@@ -74,9 +78,43 @@ class Collectives:
                 todo="start all workers with the same release of torch, the same script, and devices of one kind",
             )
         try:
-            return self._make(store)
+            self._group = self._make(store)
         except RuntimeError as error:
             raise GroupLost(f"the members of replica group {self.group.generation} did not connect: {error}") from error
+        if memory is not None:
+            self._share(memory, [Offer.of(each) for each in offers])
+
+    def _offered_memory(self) -> OfferedMemory | None:
+        """What members on this machine may share with this one."""
+        session = self._session
+        if session.job_settings.collectives != GLOO or session.settings.worker.same_host != "auto":
+            return None
+        try:
+            return OfferedMemory()
+        except (NotShareable, TooLarge) as error:
+            log.debug("sums go over the network: %s", error.what)
+            return None
+
+    def _share(self, memory: OfferedMemory, offers: Sequence[Offer | None]) -> None:
+        """From now on members sum through memory, if all are on this machine and each can map that of the others."""
+        made = [each for each in offers if each is not None and each.machine == memory.offer.machine]
+        if len(made) < self.size:
+            return
+        shared, lacks = None, torch.zeros(1, dtype=torch.int64)
+        try:
+            shared = memory.join(made, self.check)
+        except NotShareable as error:
+            lacks[0] = 1
+            log.info("sums go over the network: %s", error.what)
+        with self._session.wait_registry.over(
+            lambda: f"members of replica group {self.group.generation} to share memory"
+        ):
+            self.wait(self.most(lacks))
+        if shared is not None and lacks[0]:
+            shared.leave()
+        elif shared is not None:
+            self._shared = shared
+            log.info("sums of up to %d MiB go through memory of this machine", LARGEST_BYTES >> 20)
 
     def _make(self, store: GroupStore) -> Any:
         """The process group of job.collectives. Raises ConfigurationError."""
@@ -112,11 +150,20 @@ class Collectives:
         """torch's; None for a group of one member."""
         return self._group
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether what is not large is summed through memory of this machine."""
+        return self._shared is not None
+
     # ---- operations
 
     def sum(self, tensor: torch.Tensor) -> Any:
         """Begins to sum a tensor over all members, in place. `wait` must follow. The sums are the same bits in each."""
-        return None if self._group is None else self.begin(lambda: self._group.allreduce([tensor]))
+        if self._group is None:
+            return None
+        if self._shared is not None and self._shared.fits(tensor):
+            return self._shared.begin(tensor)
+        return self.begin(lambda: self._group.allreduce([tensor]))
 
     def most(self, tensor: torch.Tensor) -> Any:
         """The same for the largest of all members' elements."""
@@ -152,6 +199,11 @@ class Collectives:
         """Waits until an operation has ended."""
         if work is None:
             return
+        if isinstance(work, SharedSum):
+            if self._shared is None:
+                raise no_place()
+            self._shared.wait(work)
+            return
         while not work.is_completed():
             try:
                 work.wait(SLICE)
@@ -166,6 +218,8 @@ class Collectives:
     def check_begun(self) -> None:
         """As `check`; and raises GroupLost if an operation under way has failed."""
         self.check()
+        if self._shared is not None:
+            self._shared.check()
         for work in self._pending:
             if work.is_completed():
                 try:
@@ -193,6 +247,9 @@ class Collectives:
     def leave(self) -> bool:
         """Ends the group for this member. Returns whether memory of a collective may still be written."""
         group, self._group = self._group, None
+        shared, self._shared = self._shared, None
+        if shared is not None:
+            shared.leave()
         unfinished = [work for work in self._pending if not work.is_completed()]
         self._pending = []
         if group is None:

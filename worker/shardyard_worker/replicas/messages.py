@@ -1,7 +1,8 @@
 """Messages between the members of a replica group, one member to another, as many and as late as they like.
 
-After a batch the members tell each other a few facts. A member receives them in memory that it offers where it first
-waits for another member, so that the last one to finish need not wait for the others.
+After a batch the members tell each other a few facts: through memory, if they share some. Otherwise a member receives
+them in memory that it offers where it first waits for another member, so that the last one to finish need not wait for
+the others.
 
 When a connection closes, gloo ends a transfer that has not begun, but neither one of which a part was sent or received,
 nor one that it meets the end of the connection with. So this thread calls gloo's wait only for what has been received
@@ -184,7 +185,7 @@ class Messages:
 
     def await_facts(self, count: int) -> None:
         """Each other member will say so many facts of the step at hand."""
-        self._count = count
+        self._count = 0 if self._everyone.shares_memory else count
 
     def _receive_facts(self) -> None:
         self._facts = np.zeros((self._everyone.size, self._count))
@@ -193,10 +194,15 @@ class Messages:
 
     def sum_facts(self, said: list[float]) -> list[float]:
         """The sum over all members, of the same bits in each. Returns when all have called this."""
+        own, gloo = torch.tensor(said, dtype=torch.float64), self._everyone.process_group
+        if self._everyone.shares_memory:
+            self._everyone.wait(self._everyone.sum(own))
+            self._sending.clear()
+            of_all: list[float] = own.tolist()
+            return of_all
         self._count = len(said)
         if not self._receiving:
             self._receive_facts()
-        own, gloo = torch.tensor(said, dtype=torch.float64), self._everyone.process_group
         sent = [self._sent(gloo, own, at, _TAG_OF_FACTS) for at in self._others]
         self._facts[self._everyone.place] = said
         for each in self._receiving:

@@ -157,6 +157,7 @@ ALLOWED: Final[dict[str, str]] = {
     "worker/replicas/messages.py:Messages.sum_facts:wait": OUTSIDE,
     "worker/replicas/collectives.py:Collectives.check_begun:wait": "the operation has ended",
     "worker/replicas/collectives.py:Collectives.wait:wait": SLICE,
+    "worker/replicas/shared_sums.py:SharedSums._await:sleep": OUTSIDE,
     "worker/consistency/groups/replica_strategy.py:ReplicaStrategy._copy_replica:wait": OUTSIDE,
     "worker/consistency/groups/spread.py:SpreadStrategy._sum:wait": OUTSIDE,
     "worker/consistency/groups/spread.py:SpreadStrategy._take_facts:wait": OUTSIDE,

@@ -1,0 +1,255 @@
+"""Sums through memory that members on one machine share: exact, of the same bits in each, and ended by a loss."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shardyard.domain.errors import NotShareable
+from shardyard_worker.replicas.group_store import GroupLost
+from shardyard_worker.replicas.shared_sums import (
+    ARENA_BYTES,
+    LARGEST_BYTES,
+    WHOLE_BYTES,
+    Offer,
+    OfferedMemory,
+    SharedSums,
+)
+
+MOMENT_S = 30.0
+Run = Callable[[SharedSums], object]
+
+
+class Members:
+    """Of one group, each in a process of its own."""
+
+    def __init__(self, runs: Sequence[Run], check: Callable[[], None] = lambda: None) -> None:
+        self._pipes: list[Connection] = []
+        self.pids: list[int] = []
+        for run in runs:
+            ours, theirs = Pipe()
+            pid = os.fork()
+            if not pid:
+                code = 1
+                try:
+                    theirs.send(self._take_part(theirs, run, check))
+                    theirs.recv()
+                    code = 0
+                finally:
+                    os._exit(code)
+            theirs.close()
+            self._pipes.append(ours)
+            self.pids.append(pid)
+        offers = [pipe.recv() for pipe in self._pipes]
+        for pipe in self._pipes:
+            pipe.send(offers)
+
+    @staticmethod
+    def _take_part(pipe: Connection, run: Run, check: Callable[[], None]) -> object:
+        memory = OfferedMemory()
+        pipe.send(str(memory.offer))
+        sums = memory.join([offer for offer in map(Offer.of, pipe.recv()) if offer is not None], check)
+        try:
+            return run(sums)
+        except GroupLost as error:
+            return str(error)
+        finally:
+            sums.leave()
+
+    def result(self, place: int) -> Any:
+        assert self._pipes[place].poll(MOMENT_S), f"member {place} says nothing"
+        return self._pipes[place].recv()
+
+    def results(self) -> list[Any]:
+        return [self.result(place) for place in range(len(self.pids))]
+
+    def end(self) -> None:
+        for pipe, pid in zip(self._pipes, self.pids, strict=True):
+            pipe.close()
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+@pytest.fixture
+def members() -> Iterator[Callable[..., Members]]:
+    started: list[Members] = []
+
+    def start(*runs: Run, check: Callable[[], None] = lambda: None) -> Members:
+        started.append(Members(runs, check))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.end()
+
+
+def given(place: int, number: int, size: int, dtype: np.dtype[Any]) -> np.ndarray[Any, np.dtype[Any]]:
+    return np.random.default_rng([place, number]).integers(-1_000, 1_000, size).astype(dtype) / dtype.type(8)
+
+
+SIZES = [1, 7, 1_000, WHOLE_BYTES // 4, WHOLE_BYTES // 4 + 1, 100_003, LARGEST_BYTES // 4, 3, LARGEST_BYTES // 4 - 1]
+SIZES += [50_001] * 80  # the memory is used several times
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("ahead", [1, 4])
+def test_sums_are_those_of_all_members(members: Callable[..., Members], count: int, ahead: int) -> None:
+    """`ahead`: how many sums are begun before the first of them is waited for."""
+
+    def run(place: int) -> Run:
+        def sum_all(sums: SharedSums) -> list[bool]:
+            found = []
+            for at in range(0, len(SIZES), ahead):
+                begun = []
+                for number, size in enumerate(SIZES[at : at + ahead], at):
+                    dtype = np.dtype(np.float64 if number % 3 == 2 and size < 1_000 else np.float32)
+                    tensor = torch.from_numpy(given(place, number, size, dtype))
+                    assert sums.fits(tensor)
+                    begun.append((number, tensor, sums.begin(tensor)))
+                for number, tensor, work in reversed(begun):
+                    sums.wait(work)
+                    dtype = tensor.numpy().dtype
+                    wanted = sum(given(each, number, tensor.numel(), dtype) for each in range(count))
+                    found.append(bool(np.array_equal(tensor.numpy(), wanted)))
+            return found
+
+        return sum_all
+
+    for found in members(*(run(place) for place in range(count))).results():
+        assert found == [True] * len(SIZES)
+
+
+def test_memory_is_used_again_when_all_members_have_read_it(members: Callable[..., Members]) -> None:
+    """The last sum has the place of the first one, which the second member has not read when the first comes there."""
+    sizes = [7, LARGEST_BYTES // 4, LARGEST_BYTES // 4, LARGEST_BYTES // 4 - 16, 7]
+    assert 4 * (16 + sum(sizes[1:4])) == ARENA_BYTES
+
+    def run(place: int) -> Run:
+        def begin_all(sums: SharedSums) -> list[float]:
+            tensors = [torch.from_numpy(np.full(size, at + 1.0, np.float32)) for at, size in enumerate(sizes)]
+            begun = []
+            for tensor in tensors:
+                if len(begun) == 4:
+                    time.sleep(0.3 * place)
+                begun.append(sums.begin(tensor))
+            for work in begun:
+                sums.wait(work)
+            return [float(each.numpy().min()) for each in tensors]
+
+        return begin_all
+
+    assert members(run(0), run(1)).results() == [[2.0, 4.0, 6.0, 8.0, 10.0]] * 2
+
+
+def test_members_have_the_same_bits(members: Callable[..., Members]) -> None:
+    """Numbers whose sum depends on the order."""
+
+    def run(place: int) -> Run:
+        def sum_one(sums: SharedSums) -> bytes:
+            tensor = torch.from_numpy(np.random.default_rng(place).standard_normal(10_001).astype(np.float32))
+            sums.wait(sums.begin(tensor))
+            return tensor.numpy().tobytes()
+
+        return sum_one
+
+    first, *others = members(*(run(place) for place in range(3))).results()
+    assert others == [first] * 2
+
+
+def sum_twice(sums: SharedSums) -> str:
+    for _ in range(2):
+        sums.wait(sums.begin(torch.zeros(10_000)))
+    return "summed"
+
+
+def sum_and_stop(how: signal.Signals) -> Run:
+    def run(sums: SharedSums) -> None:
+        sums.wait(sums.begin(torch.zeros(10_000)))
+        os.kill(os.getpid(), how)
+
+    return run
+
+
+def test_member_that_dies_ends_the_sum_at_once(members: Callable[..., Members]) -> None:
+    group = members(sum_twice, sum_and_stop(signal.SIGKILL), sum_twice)
+    began = time.monotonic()
+    assert "is gone" in group.result(0)
+    assert "is gone" in group.result(2)
+    assert time.monotonic() - began < MOMENT_S / 3
+
+
+def test_member_that_leaves_ends_the_sum_at_once(members: Callable[..., Members]) -> None:
+    group = members(sum_twice, lambda sums: sums.wait(sums.begin(torch.zeros(10_000))))
+    assert "is gone" in group.result(0)
+
+
+def test_member_that_has_all_sums_may_leave(members: Callable[..., Members]) -> None:
+    """The other one ends the sum that both have begun."""
+
+    def leave_late(sums: SharedSums) -> str:
+        work = sums.begin(torch.zeros(10))
+        time.sleep(0.3)
+        sums.check()
+        sums.wait(work)
+        return "summed"
+
+    group = members(leave_late, lambda sums: sums.wait(sums.begin(torch.zeros(10))))
+    assert group.result(0) == "summed"
+
+
+def test_frozen_member_ends_the_sum_when_it_is_declared_dead(members: Callable[..., Members]) -> None:
+    def declare() -> None:
+        raise GroupLost("it is declared dead")
+
+    group = members(sum_twice, sum_and_stop(signal.SIGSTOP), check=declare)
+    assert group.result(0) == "it is declared dead"
+
+
+def test_loss_is_seen_before_the_sum_is_waited_for(members: Callable[..., Members]) -> None:
+    def begin_and_look(sums: SharedSums) -> None:
+        sums.wait(sums.begin(torch.zeros(10_000)))
+        sums.begin(torch.zeros(10_000))
+        for _ in range(1_000):
+            sums.check()
+            time.sleep(0.01)
+
+    assert "is gone" in members(begin_and_look, sum_and_stop(signal.SIGKILL)).result(0)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(0),
+        torch.zeros(4, dtype=torch.bfloat16),
+        torch.zeros(4, 4)[:, ::2],
+        torch.zeros(LARGEST_BYTES // 8 + 1, dtype=torch.float64),
+    ],
+    ids=["nothing", "bf16", "gaps", "large"],
+)
+def test_other_tensors_are_left_to_torch(tensor: torch.Tensor) -> None:
+    assert not SharedSums.fits(tensor)
+    assert 2 * LARGEST_BYTES <= ARENA_BYTES
+
+
+@pytest.mark.parametrize("text", ["", "a machine", "m 1", "m 1 2 3", "m -1 2", "m 1 x"])
+def test_what_is_no_offer(text: str) -> None:
+    assert Offer.of(text) is None
+
+
+@pytest.mark.parametrize("change", [{"pid": 2**22 + 1}, {"fd": 1_000_000}, {"pid": 1}], ids=["process", "fd", "other"])
+def test_memory_that_cannot_be_opened_is_refused(change: dict[str, int]) -> None:
+    memory = OfferedMemory()
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(NotShareable, match="cannot be mapped"):
+        memory.join([memory.offer, replace(memory.offer, **change)], lambda: None)
+    assert len(os.listdir("/proc/self/fd")) == before
+    memory.memory.close()
