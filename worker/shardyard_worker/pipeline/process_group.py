@@ -26,14 +26,24 @@ class StageGroup(dist.ProcessGroup):
         """Raises InvalidRequest if the script uses torch.distributed itself."""
         super().__init__(inside.place, inside.size)  # type: ignore[call-arg]
         self._gloo = inside.process_group
+        self._shared = inside.shared_messages
         self._default = DefaultGroup(self, inside, everyone)
         self.messages = Messages(everyone)
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Any:
+        if self._shared is not None and self._shared.fits(tensors[0]):
+            return self._shared.send(tensors[0], dst)
         return self.messages.send(self._gloo, tensors[0].detach().contiguous(), dst, tag)
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Any:
+        if self._shared is not None and self._shared.fits(tensors[0]):
+            return self._shared.receive(tensors[0], src)
         return self.messages.receive(self._gloo, tensors[0].detach(), src, tag)
+
+    def flush(self) -> None:
+        """Returns when all that was sent is on its way. Raises GroupLost."""
+        if self._shared is not None:
+            self._shared.flush()
 
     def end(self) -> None:
         """Ends all transfers, and gives torch.distributed back."""

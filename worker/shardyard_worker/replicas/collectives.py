@@ -26,7 +26,9 @@ from torch.distributed.distributed_c10d import _DistributedBackendOptions  # typ
 from shardyard.domain.errors import ConfigurationError, NotShareable, TooLarge
 from shardyard.domain.replica_groups import GLOO, ReplicaGroup
 from shardyard_worker.replicas.group_store import GroupLost, GroupStore, no_place
-from shardyard_worker.replicas.shared_sums import LARGEST_BYTES, Offer, OfferedMemory, SharedSum, SharedSums
+from shardyard_worker.replicas.shared_members import LARGEST_BYTES, Offer, OfferedMemory, SharedMembers
+from shardyard_worker.replicas.shared_messages import MEMBERS_MAX, RING_BYTES, SharedMessages
+from shardyard_worker.replicas.shared_sums import SUMS_BYTES, SharedSum, SharedSums
 from shardyard_worker.session.session import Session
 
 log = logging.getLogger("shardyard.worker")
@@ -54,7 +56,11 @@ class Collectives:
         self.size = len(self._among)
         self._pending: list[Any] = []
         self._group: Any = None
-        self._shared: SharedSums | None = None
+        self._members: SharedMembers | None = None
+        """Those with which this one shares memory: all or none."""
+        self._sums: SharedSums | None = None
+        self.shared_messages: SharedMessages | None = None
+        """Between these members, if they share memory."""
         if self.size > 1:
             self._connect(f"torch {torch.__version__}, {fingerprint}")
 
@@ -90,7 +96,7 @@ class Collectives:
         if session.job_settings.collectives != GLOO or session.settings.worker.same_host != "auto":
             return None
         try:
-            return OfferedMemory()
+            return OfferedMemory(SUMS_BYTES + self.size * RING_BYTES)
         except (NotShareable, TooLarge) as error:
             log.debug("sums go over the network: %s", error.what)
             return None
@@ -113,7 +119,9 @@ class Collectives:
         if shared is not None and lacks[0]:
             shared.leave()
         elif shared is not None:
-            self._shared = shared
+            self._members, self._sums = shared, SharedSums(shared)
+            if self.size <= MEMBERS_MAX:
+                self.shared_messages = SharedMessages(shared, SUMS_BYTES)
             log.info("sums of up to %d MiB go through memory of this machine", LARGEST_BYTES >> 20)
 
     def _make(self, store: GroupStore) -> Any:
@@ -153,7 +161,7 @@ class Collectives:
     @property
     def shares_memory(self) -> bool:
         """Whether what is not large is summed through memory of this machine."""
-        return self._shared is not None
+        return self._members is not None
 
     # ---- operations
 
@@ -161,8 +169,8 @@ class Collectives:
         """Begins to sum a tensor over all members, in place. `wait` must follow. The sums are the same bits in each."""
         if self._group is None:
             return None
-        if self._shared is not None and self._shared.fits(tensor):
-            return self._shared.begin(tensor)
+        if self._sums is not None and self._sums.fits(tensor):
+            return self._sums.begin(tensor)
         return self.begin(lambda: self._group.allreduce([tensor]))
 
     def most(self, tensor: torch.Tensor) -> Any:
@@ -200,9 +208,9 @@ class Collectives:
         if work is None:
             return
         if isinstance(work, SharedSum):
-            if self._shared is None:
+            if self._sums is None:
                 raise no_place()
-            self._shared.wait(work)
+            self._sums.wait(work)
             return
         while not work.is_completed():
             try:
@@ -218,8 +226,8 @@ class Collectives:
     def check_begun(self) -> None:
         """As `check`; and raises GroupLost if an operation under way has failed."""
         self.check()
-        if self._shared is not None:
-            self._shared.check()
+        if self._sums is not None:
+            self._sums.check()
         for work in self._pending:
             if work.is_completed():
                 try:
@@ -247,9 +255,9 @@ class Collectives:
     def leave(self) -> bool:
         """Ends the group for this member. Returns whether memory of a collective may still be written."""
         group, self._group = self._group, None
-        shared, self._shared = self._shared, None
-        if shared is not None:
-            shared.leave()
+        members, self._members, self._sums, self.shared_messages = self._members, None, None, None
+        if members is not None:
+            members.leave()
         unfinished = [work for work in self._pending if not work.is_completed()]
         self._pending = []
         if group is None:

@@ -41,7 +41,7 @@ class Members(Collectives):
     """The first of two. `is_lost`: whether the coordinator says that the other one is gone."""
 
     def __init__(self, store: Path, is_lost: Callable[[], bool]) -> None:
-        self.place, self.size, self._shared = 0, 2, None
+        self.place, self.size, self._members, self.shared_messages = 0, 2, None, None
         self._is_lost = is_lost
         self._group = connect(store, 0)
         self._pending = []

@@ -24,7 +24,7 @@ class Members(Collectives):
     """Of two."""
 
     def __init__(self, store: Path, place: int) -> None:
-        self.place, self.size, self._shared = place, 2, None
+        self.place, self.size, self._members = place, 2, None
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = datetime.timedelta(seconds=MOMENT_S)
         options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 import numpy as np
@@ -16,80 +15,20 @@ import torch
 
 from shardyard.domain.errors import NotShareable
 from shardyard_worker.replicas.group_store import GroupLost
-from shardyard_worker.replicas.shared_sums import (
-    ARENA_BYTES,
-    LARGEST_BYTES,
-    WHOLE_BYTES,
-    Offer,
-    OfferedMemory,
-    SharedSums,
-)
+from shardyard_worker.replicas.shared_members import LARGEST_BYTES, Offer, OfferedMemory, SharedMembers
+from shardyard_worker.replicas.shared_sums import ARENA_BYTES, SUMS_BYTES, WHOLE_BYTES, SharedSums
+from tests.support.shared_members import MOMENT_S, Processes, processes
 
-MOMENT_S = 30.0
 Run = Callable[[SharedSums], object]
 
 
-class Members:
-    """Of one group, each in a process of its own."""
-
-    def __init__(self, runs: Sequence[Run], check: Callable[[], None] = lambda: None) -> None:
-        self._pipes: list[Connection] = []
-        self.pids: list[int] = []
-        for run in runs:
-            ours, theirs = Pipe()
-            pid = os.fork()
-            if not pid:
-                code = 1
-                try:
-                    theirs.send(self._take_part(theirs, run, check))
-                    theirs.recv()
-                    code = 0
-                finally:
-                    os._exit(code)
-            theirs.close()
-            self._pipes.append(ours)
-            self.pids.append(pid)
-        offers = [pipe.recv() for pipe in self._pipes]
-        for pipe in self._pipes:
-            pipe.send(offers)
-
-    @staticmethod
-    def _take_part(pipe: Connection, run: Run, check: Callable[[], None]) -> object:
-        memory = OfferedMemory()
-        pipe.send(str(memory.offer))
-        sums = memory.join([offer for offer in map(Offer.of, pipe.recv()) if offer is not None], check)
-        try:
-            return run(sums)
-        except GroupLost as error:
-            return str(error)
-        finally:
-            sums.leave()
-
-    def result(self, place: int) -> Any:
-        assert self._pipes[place].poll(MOMENT_S), f"member {place} says nothing"
-        return self._pipes[place].recv()
-
-    def results(self) -> list[Any]:
-        return [self.result(place) for place in range(len(self.pids))]
-
-    def end(self) -> None:
-        for pipe, pid in zip(self._pipes, self.pids, strict=True):
-            pipe.close()
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-
-
 @pytest.fixture
-def members() -> Iterator[Callable[..., Members]]:
-    started: list[Members] = []
+def members() -> Iterator[Callable[..., Processes]]:
+    def summing(run: Run) -> Callable[[SharedMembers], object]:
+        return lambda shared: run(SharedSums(shared))
 
-    def start(*runs: Run, check: Callable[[], None] = lambda: None) -> Members:
-        started.append(Members(runs, check))
-        return started[-1]
-
-    yield start
-    for each in started:
-        each.end()
+    with processes() as start:
+        yield lambda *runs, **more: start(*map(summing, runs), nbytes=SUMS_BYTES, **more)
 
 
 def given(place: int, number: int, size: int, dtype: np.dtype[Any]) -> np.ndarray[Any, np.dtype[Any]]:
@@ -102,7 +41,7 @@ SIZES += [50_001] * 80  # the memory is used several times
 
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("ahead", [1, 4])
-def test_sums_are_those_of_all_members(members: Callable[..., Members], count: int, ahead: int) -> None:
+def test_sums_are_those_of_all_members(members: Callable[..., Processes], count: int, ahead: int) -> None:
     """`ahead`: how many sums are begun before the first of them is waited for."""
 
     def run(place: int) -> Run:
@@ -128,7 +67,7 @@ def test_sums_are_those_of_all_members(members: Callable[..., Members], count: i
         assert found == [True] * len(SIZES)
 
 
-def test_memory_is_used_again_when_all_members_have_read_it(members: Callable[..., Members]) -> None:
+def test_memory_is_used_again_when_all_members_have_read_it(members: Callable[..., Processes]) -> None:
     """The last sum has the place of the first one, which the second member has not read when the first comes there."""
     sizes = [7, LARGEST_BYTES // 4, LARGEST_BYTES // 4, LARGEST_BYTES // 4 - 16, 7]
     assert 4 * (16 + sum(sizes[1:4])) == ARENA_BYTES
@@ -150,7 +89,7 @@ def test_memory_is_used_again_when_all_members_have_read_it(members: Callable[..
     assert members(run(0), run(1)).results() == [[2.0, 4.0, 6.0, 8.0, 10.0]] * 2
 
 
-def test_members_have_the_same_bits(members: Callable[..., Members]) -> None:
+def test_members_have_the_same_bits(members: Callable[..., Processes]) -> None:
     """Numbers whose sum depends on the order."""
 
     def run(place: int) -> Run:
@@ -179,7 +118,7 @@ def sum_and_stop(how: signal.Signals) -> Run:
     return run
 
 
-def test_member_that_dies_ends_the_sum_at_once(members: Callable[..., Members]) -> None:
+def test_member_that_dies_ends_the_sum_at_once(members: Callable[..., Processes]) -> None:
     group = members(sum_twice, sum_and_stop(signal.SIGKILL), sum_twice)
     began = time.monotonic()
     assert "is gone" in group.result(0)
@@ -187,12 +126,12 @@ def test_member_that_dies_ends_the_sum_at_once(members: Callable[..., Members]) 
     assert time.monotonic() - began < MOMENT_S / 3
 
 
-def test_member_that_leaves_ends_the_sum_at_once(members: Callable[..., Members]) -> None:
+def test_member_that_leaves_ends_the_sum_at_once(members: Callable[..., Processes]) -> None:
     group = members(sum_twice, lambda sums: sums.wait(sums.begin(torch.zeros(10_000))))
     assert "is gone" in group.result(0)
 
 
-def test_member_that_has_all_sums_may_leave(members: Callable[..., Members]) -> None:
+def test_member_that_has_all_sums_may_leave(members: Callable[..., Processes]) -> None:
     """The other one ends the sum that both have begun."""
 
     def leave_late(sums: SharedSums) -> str:
@@ -206,7 +145,7 @@ def test_member_that_has_all_sums_may_leave(members: Callable[..., Members]) -> 
     assert group.result(0) == "summed"
 
 
-def test_frozen_member_ends_the_sum_when_it_is_declared_dead(members: Callable[..., Members]) -> None:
+def test_frozen_member_ends_the_sum_when_it_is_declared_dead(members: Callable[..., Processes]) -> None:
     def declare() -> None:
         raise GroupLost("it is declared dead")
 
@@ -214,7 +153,7 @@ def test_frozen_member_ends_the_sum_when_it_is_declared_dead(members: Callable[.
     assert group.result(0) == "it is declared dead"
 
 
-def test_loss_is_seen_before_the_sum_is_waited_for(members: Callable[..., Members]) -> None:
+def test_loss_is_seen_before_the_sum_is_waited_for(members: Callable[..., Processes]) -> None:
     def begin_and_look(sums: SharedSums) -> None:
         sums.wait(sums.begin(torch.zeros(10_000)))
         sums.begin(torch.zeros(10_000))
@@ -231,7 +170,7 @@ def test_loss_is_seen_before_the_sum_is_waited_for(members: Callable[..., Member
         torch.zeros(0),
         torch.zeros(4, dtype=torch.bfloat16),
         torch.zeros(4, 4)[:, ::2],
-        torch.zeros(LARGEST_BYTES // 8 + 1, dtype=torch.float64),
+        torch.empty(LARGEST_BYTES // 8 + 1, dtype=torch.float64),
     ],
     ids=["nothing", "bf16", "gaps", "large"],
 )
@@ -247,9 +186,9 @@ def test_what_is_no_offer(text: str) -> None:
 
 @pytest.mark.parametrize("change", [{"pid": 2**22 + 1}, {"fd": 1_000_000}, {"pid": 1}], ids=["process", "fd", "other"])
 def test_memory_that_cannot_be_opened_is_refused(change: dict[str, int]) -> None:
-    memory = OfferedMemory()
+    memory = OfferedMemory(SUMS_BYTES)
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(NotShareable, match="cannot be mapped"):
         memory.join([memory.offer, replace(memory.offer, **change)], lambda: None)
     assert len(os.listdir("/proc/self/fd")) == before
-    memory.memory.close()
+    memory.close()

@@ -50,9 +50,12 @@ class StageRuns:
 
     def run(self, inputs: Sequence[torch.Tensor], target: torch.Tensor, weight: float) -> float:
         """Raises GroupLost."""
-        if self._runner is None:
+        group, runner = self._group, self._runner
+        if group is None or runner is None:
             raise no_place()
-        return self._runner.run(inputs, target, weight)
+        loss = runner.run(inputs, target, weight)
+        group.flush()
+        return loss
 
     @property
     def messages(self) -> Messages:
