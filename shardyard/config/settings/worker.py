@@ -24,8 +24,8 @@ class WorkerSettings(Section):
     )
     same_host: Literal["auto", "never"] = Field(
         default="auto",
-        description="auto: payloads to and from servers on this machine are in shared memory, and so are sums over"
-        " workers that are all on this machine; never: they travel over streams.",
+        description="auto: payloads to and from servers on this machine are in shared memory, and so is what"
+        " the workers of replicas send each other if all are on this machine; never: it travels over the network.",
     )
     exchange: Literal["blocking", "overlapped", "delayed"] = Field(
         default="blocking",

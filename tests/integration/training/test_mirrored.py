@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, repeat
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -168,11 +169,12 @@ def test_collectives_of_a_registered_backend(alone: None, monkeypatch: pytest.Mo
 
 def test_an_unknown_backend_is_an_error_before_the_first_step(alone: None) -> None:
     with local_yard({**MIRRORED, **ranks(2), "job.collectives": "nowhere"}) as (_, connect):
-        jobs = [connect() for _ in range(2)]
+        jobs, both = [connect() for _ in range(2)], Barrier(2)
 
         def refused(at: int) -> None:
             with pytest.raises(errors.ConfigurationError, match=r"job\.collectives is 'nowhere', and this process has"):
                 Losses().train(jobs[at])
+            both.wait(30)  # a worker that is left alone needs no backend
             jobs[at].close()
 
         side_by_side(2, refused)
