@@ -94,7 +94,7 @@ class OfferedMemory:
 
     def _opened(self, offer: Offer) -> Bytes:
         """Raises OSError, NotShareable."""
-        fd = os.open(f"/proc/{offer.pid}/fd/{offer.fd}", os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(f"/proc/{offer.pid}/fd/{offer.fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             return attach(ShmHandle(self._memory.nbytes, fd=fd)).bytes
         finally:
