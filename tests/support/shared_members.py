@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-from shardyard_worker.replicas.group_store import GroupLost
-from shardyard_worker.replicas.shared_members import Offer, OfferedMemory, SharedMembers
+from shardyard_worker.collectives.group_store import GroupLost
+from shardyard_worker.collectives.shared_members import Offer, OfferedMemory, SharedMembers
 
 MOMENT_S = 30.0
 Run = Callable[[SharedMembers], object]

@@ -18,11 +18,11 @@ from shardyard.domain.ids import Token
 from shardyard.domain.push_names import DataLease
 from shardyard.wire import lease_messages, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_worker.collectives.group_store import GroupLost
 from shardyard_worker.consistency.groups.pushed_async import PushedAsync
 from shardyard_worker.consistency.groups.work_messages import Told, WorkMessage
 from shardyard_worker.data.async_feed import AsyncFeed, DataShardAtHand
 from shardyard_worker.data.feed import Work
-from shardyard_worker.replicas.group_store import GroupLost
 
 log = logging.getLogger("shardyard.worker")
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardyard_worker.replicas.collectives import Collectives
-from shardyard_worker.replicas.default_group import DefaultGroup
-from shardyard_worker.replicas.messages import Messages
+from shardyard_worker.collectives.collectives import Collectives
+from shardyard_worker.collectives.default_group import DefaultGroup
+from shardyard_worker.collectives.messages import Messages
 
 
 class StageGroup(dist.ProcessGroup):

@@ -5,7 +5,7 @@ torch.distributed among the members of a group that the coordinator has formed, 
 optimizer. Nothing here retries: a group that has lost a member is left, and the next one continues.
 
 Read `replica` first: the variables and the optimizer's state, and how they are copied. `gradient_buckets` sums
-gradients, and sends them while the backward goes on; `buckets` says which kind of them a job has. `collectives` are the
-calls of torch.distributed, and `group_store` the keys by which members find each other. `publishing` gives the servers
-the state, for checkpoints and readers; `consistency.groups.mirrored` puts them together.
+gradients, and sends them while the backward goes on; `buckets` says which kind of them a job has. `publishing` gives
+the servers the state, for checkpoints and readers; `consistency.groups.mirrored` puts them together. How members reach
+each other is in `collectives`.
 """

@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 
 from shardyard.codecs.format.finiteness import scale, warm
-from shardyard_worker.replicas.collectives import Collectives
+from shardyard_worker.collectives.collectives import Collectives
 from shardyard_worker.replicas.ordered_rows import padded
 
 FIRST_BYTES: Final = 1 << 20

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from shardyard.domain.replica_groups import AllReduce
-from shardyard_worker.replicas.collectives import Collectives
+from shardyard_worker.collectives.collectives import Collectives
 from shardyard_worker.replicas.gradient_buckets import Bucket, GradientBuckets
 
 _POLL_S: Final = 0.0005

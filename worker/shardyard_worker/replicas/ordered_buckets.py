@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardyard_worker.replicas.collectives import Collectives
+from shardyard_worker.collectives.collectives import Collectives
 from shardyard_worker.replicas.gradient_buckets import Bucket, GradientBuckets
 from shardyard_worker.replicas.ordered_rows import OrderedRows
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shardyard_worker.replicas.collectives import Collectives
+from shardyard_worker.collectives.collectives import Collectives
 
 
 def padded(elements: int, members: int) -> int:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from shardyard.domain.replica_groups import TakenStep
 from shardyard.wire import common_messages, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_worker.replicas.collectives import Collectives
-from shardyard_worker.replicas.group_store import while_newest
+from shardyard_worker.collectives.collectives import Collectives
+from shardyard_worker.collectives.group_store import while_newest
 from shardyard_worker.replicas.replica import Replica
 from shardyard_worker.training.trainer import Trainer
 

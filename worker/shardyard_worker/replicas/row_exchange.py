@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from shardyard.domain.ids import PartitionId
-from shardyard_worker.replicas.collectives import Collectives
+from shardyard_worker.collectives.collectives import Collectives
 from shardyard_worker.rows.dedup import Float32s, Int64s, UniqueIds, sum_rows, unique_ids
 from shardyard_worker.rows.row_codec import TableRows
 from shardyard_worker.training.table_binding import Groups, TakenRows

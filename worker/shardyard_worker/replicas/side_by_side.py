@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from shardyard.config.settings import JobSettings
+from shardyard_worker.collectives.collectives import Collectives
 from shardyard_worker.replicas.buckets import buckets_of
-from shardyard_worker.replicas.collectives import Collectives
 from shardyard_worker.replicas.gradient_buckets import GradientBuckets
 
 

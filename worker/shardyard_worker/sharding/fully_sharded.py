@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from shardyard.domain.errors import UnsupportedModel
-from shardyard_worker.replicas.default_group import mesh_of
+from shardyard_worker.collectives.default_group import mesh_of
 from shardyard_worker.sharding.module_names import matching
 
 _NAMES_SHOWN = 8

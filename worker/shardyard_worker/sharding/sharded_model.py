@@ -22,9 +22,9 @@ from shardyard.domain.epochs import EpochPlan
 from shardyard.domain.errors import InvalidRequest, UnsupportedModel, UnsupportedOptimizer
 from shardyard.domain.optimizers import WHOLE_VARIABLES, OptimizerSpec
 from shardyard.domain.replica_groups import Strategy
+from shardyard_worker.collectives.default_group import DefaultGroup
 from shardyard_worker.embedding.table import Table
 from shardyard_worker.pipeline.schedules import check_loss
-from shardyard_worker.replicas.default_group import DefaultGroup
 from shardyard_worker.replicas.spread_model import Loss, SpreadModel, nothing_like
 from shardyard_worker.sharding import fully_sharded, tensor_parallel, tensor_plan
 from shardyard_worker.sharding.output_check import check_outputs

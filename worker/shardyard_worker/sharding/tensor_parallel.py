@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardyard_worker.replicas.default_group import mesh_of
+from shardyard_worker.collectives.default_group import mesh_of
 from shardyard_worker.sharding.tensor_plan import TensorPlan
 
 if TYPE_CHECKING:

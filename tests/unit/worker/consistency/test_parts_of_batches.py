@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from shardyard.domain.errors import InvalidRequest
+from shardyard_worker.collectives.collectives import Collectives
 from shardyard_worker.consistency.groups.share_parts import ShardPart, part_of_batch
-from shardyard_worker.replicas.collectives import Collectives
 
 
 def test_parts_are_neighbours_and_have_all_samples() -> None:

@@ -13,9 +13,9 @@ from shardyard.domain.ids import Caller, Incarnation, JobId, Term, Token
 from shardyard.domain.push_names import DataLease, DataShardSource
 from shardyard.wire import lease_messages
 from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_worker.collectives.group_store import GroupLost
 from shardyard_worker.consistency.groups.work_messages import Told, WorkMessage
 from shardyard_worker.data.led_feed import LedFeed
-from shardyard_worker.replicas.group_store import GroupLost
 
 LEASE = DataLease(DataShardSource(0, 0, 0), Token(7), 0, 8)
 

@@ -18,9 +18,9 @@ import torch
 
 from shardyard.domain.errors import InvalidRequest
 from shardyard.domain.push_names import PushName
+from shardyard_worker.collectives.collectives import Collectives
+from shardyard_worker.collectives.group_store import GroupLost
 from shardyard_worker.consistency.groups.group_strategy import GroupStrategy
-from shardyard_worker.replicas.collectives import Collectives
-from shardyard_worker.replicas.group_store import GroupLost
 from shardyard_worker.replicas.spread_model import SpreadModel
 from shardyard_worker.session.session import Session
 from shardyard_worker.training.table_binding import Upcoming

@@ -17,11 +17,11 @@ from shardyard.domain.ids import Rank, Token
 from shardyard.domain.replica_groups import ReplicaGroup
 from shardyard.wire import common_messages, lease_messages, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_worker.collectives.collectives import Collectives
 from shardyard_worker.consistency.logical_ranks import LogicalRanks, RankPosition
 from shardyard_worker.consistency.step_versions import StepVersions
 from shardyard_worker.consistency.synchronous import SyncStrategy
 from shardyard_worker.exchange.fan_out import MapChanged
-from shardyard_worker.replicas.collectives import Collectives
 from shardyard_worker.training.trainer import Trainer
 
 log = logging.getLogger("shardyard.worker")

@@ -28,12 +28,12 @@ from shardyard.domain.consistency import NonFinite
 from shardyard.domain.ids import Rank
 from shardyard.domain.push_names import PushName
 from shardyard.domain.replica_groups import ReplicaGroup
+from shardyard_worker.collectives.collectives import Collectives
+from shardyard_worker.collectives.group_store import GroupLost, while_newest
 from shardyard_worker.consistency.groups.replica_strategy import ReplicaStrategy
 from shardyard_worker.exchange.requests import ExchangeResult, PullSpec
 from shardyard_worker.replicas.buckets import buckets_of
 from shardyard_worker.replicas.buffer_means import BufferMeans
-from shardyard_worker.replicas.collectives import Collectives
-from shardyard_worker.replicas.group_store import GroupLost, while_newest
 from shardyard_worker.replicas.replica import Replica
 from shardyard_worker.training.table_binding import Upcoming
 from shardyard_worker.training.trainer import Trainer

@@ -20,8 +20,8 @@ import torch
 
 from shardyard.domain.replica_groups import ReplicaGroup
 from shardyard.domain.variables import VariableKind
-from shardyard_worker.replicas.collectives import Collectives
-from shardyard_worker.replicas.messages import Messages
+from shardyard_worker.collectives.collectives import Collectives
+from shardyard_worker.collectives.messages import Messages
 from shardyard_worker.replicas.row_exchange import exchange_rows
 from shardyard_worker.replicas.spread_model import SpreadModel
 from shardyard_worker.training.table_binding import TakenRows

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 
 import torch
 
+from shardyard_worker.collectives.collectives import Collectives
+from shardyard_worker.collectives.group_store import no_place
+from shardyard_worker.collectives.messages import Messages
 from shardyard_worker.consistency.groups.spread import SpreadStrategy, count_of_facts
 from shardyard_worker.exchange.requests import ExchangeResult, PullSpec
 from shardyard_worker.pipeline.pipeline import Pipeline
 from shardyard_worker.pipeline.process_group import StageGroup
 from shardyard_worker.pipeline.schedules import StageRunner
-from shardyard_worker.replicas.collectives import Collectives
-from shardyard_worker.replicas.group_store import no_place
-from shardyard_worker.replicas.messages import Messages
 from shardyard_worker.replicas.side_by_side import SideBySide
 from shardyard_worker.training.table_binding import Upcoming
 from shardyard_worker.training.trainer import Trainer

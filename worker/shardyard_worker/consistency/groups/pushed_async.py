@@ -20,14 +20,14 @@ import torch
 
 from shardyard.domain import errors
 from shardyard.domain.push_names import PushName
+from shardyard_worker.collectives.collectives import Collectives
+from shardyard_worker.collectives.group_store import GroupLost, no_place
 from shardyard_worker.consistency.asynchronous import AsyncStrategy
 from shardyard_worker.consistency.groups.computed_together import RunsTogether
 from shardyard_worker.consistency.groups.group_strategy import next_group
 from shardyard_worker.consistency.groups.parts import Facts, ReplicaPart
 from shardyard_worker.consistency.groups.work_messages import NUMBERS, WorkMessage
 from shardyard_worker.consistency.strategy import LostWork
-from shardyard_worker.replicas.collectives import Collectives
-from shardyard_worker.replicas.group_store import GroupLost, no_place
 from shardyard_worker.training.table_binding import Upcoming
 from shardyard_worker.training.trainer import SLICE_MS, Trainer
 from shardyard_worker.training.variables import StepInput

@@ -20,14 +20,14 @@ from shardyard.domain.consistency import BufferMode
 from shardyard.domain.ids import Rank
 from shardyard.domain.push_names import PushName
 from shardyard.domain.replica_groups import ReplicaGroup
+from shardyard_worker.collectives.collectives import Collectives
+from shardyard_worker.collectives.group_store import no_place, while_newest
 from shardyard_worker.consistency.groups.computed_together import ComputedTogether
 from shardyard_worker.consistency.groups.parts import Facts, ReplicaPart
 from shardyard_worker.consistency.logical_ranks import LogicalRanks
 from shardyard_worker.consistency.step_versions import StepVersions
 from shardyard_worker.exchange.requests import ExchangeResult, PullSpec
 from shardyard_worker.exchange.server_group import ServerGroup
-from shardyard_worker.replicas.collectives import Collectives
-from shardyard_worker.replicas.group_store import no_place, while_newest
 from shardyard_worker.rows.row_prefetch import RowPrefetch
 from shardyard_worker.training.table_binding import Upcoming
 from shardyard_worker.training.trainer import SLICE_MS, Trainer, explain

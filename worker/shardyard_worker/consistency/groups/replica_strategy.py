@@ -16,13 +16,13 @@ from dataclasses import replace
 from shardyard.domain import errors
 from shardyard.domain.push_names import PushName
 from shardyard.domain.replica_groups import ReplicaGroup
+from shardyard_worker.collectives.collectives import Collectives
+from shardyard_worker.collectives.group_store import GroupLost, while_newest
 from shardyard_worker.consistency.groups.group_strategy import GroupStrategy
 from shardyard_worker.consistency.logical_ranks import LogicalRanks
 from shardyard_worker.consistency.step_versions import StepVersions
 from shardyard_worker.exchange.fan_out import MapChanged
 from shardyard_worker.exchange.requests import ExchangeResult, PullSpec, PushRequest
-from shardyard_worker.replicas.collectives import Collectives
-from shardyard_worker.replicas.group_store import GroupLost, while_newest
 from shardyard_worker.replicas.publishing import Publisher
 from shardyard_worker.replicas.replica import Replica
 from shardyard_worker.rows.row_prefetch import RowPrefetch

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from shardyard.domain.errors import InvalidRequest
+from shardyard_worker.collectives.collectives import Collectives
+from shardyard_worker.collectives.default_group import CollectiveGroup, DefaultGroup
 from shardyard_worker.consistency.groups.spread import SpreadStrategy
-from shardyard_worker.replicas.collectives import Collectives
-from shardyard_worker.replicas.default_group import CollectiveGroup, DefaultGroup
 from shardyard_worker.replicas.side_by_side import SideBySide
 from shardyard_worker.sharding.sharded_model import FullyShardedModel, ShardedModel, TensorParallelModel
 from shardyard_worker.training.trainer import Trainer

@@ -18,12 +18,12 @@ import torch
 from torch.utils import _pytree as pytree
 
 from shardyard.domain.errors import InvalidRequest
+from shardyard_worker.collectives.collectives import Collectives
+from shardyard_worker.collectives.default_group import CollectiveGroup, DefaultGroup
+from shardyard_worker.collectives.group_store import no_place
+from shardyard_worker.collectives.messages import Messages
 from shardyard_worker.consistency.groups.parts import ReplicaPart
 from shardyard_worker.replicas.buffer_means import BufferMeans
-from shardyard_worker.replicas.collectives import Collectives
-from shardyard_worker.replicas.default_group import CollectiveGroup, DefaultGroup
-from shardyard_worker.replicas.group_store import no_place
-from shardyard_worker.replicas.messages import Messages
 from shardyard_worker.replicas.row_exchange import own_rows
 from shardyard_worker.sharding.served_shares import ServedShares
 from shardyard_worker.sharding.sharded_model import FullyShardedModel, ShardedModel, TensorParallelModel

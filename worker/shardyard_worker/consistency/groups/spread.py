@@ -30,13 +30,13 @@ from shardyard.domain.ids import Rank
 from shardyard.domain.push_names import PushName
 from shardyard.domain.replica_groups import ReplicaGroup
 from shardyard.runtime.malloc import give_back_freed
+from shardyard_worker.collectives.collectives import Collectives
+from shardyard_worker.collectives.group_store import GroupLost
 from shardyard_worker.consistency.groups.computed_together import ComputedTogether, square_norm
 from shardyard_worker.consistency.groups.replica_strategy import RankWork, ReplicaStrategy
 from shardyard_worker.exchange.fan_out import MapChanged
 from shardyard_worker.exchange.requests import ExchangeResult, PullSpec
 from shardyard_worker.replicas.buffer_means import BufferMeans
-from shardyard_worker.replicas.collectives import Collectives
-from shardyard_worker.replicas.group_store import GroupLost
 from shardyard_worker.replicas.side_by_side import SideBySide
 from shardyard_worker.replicas.spread_model import SpreadModel
 from shardyard_worker.training.clipping import NORM_EPS

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from shardyard_worker.collectives.collectives import Collectives
+from shardyard_worker.collectives.messages import Messages
 from shardyard_worker.consistency.groups.parts import FACTS, ReplicaPart
 from shardyard_worker.consistency.groups.pipelined import StageRuns
 from shardyard_worker.pipeline.pipeline import Pipeline
-from shardyard_worker.replicas.collectives import Collectives
-from shardyard_worker.replicas.messages import Messages
 from shardyard_worker.training.trainer import Trainer
 from shardyard_worker.training.variables import StepInput
 

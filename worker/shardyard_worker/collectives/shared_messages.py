@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from shardyard_worker.replicas.shared_members import ALIGN, LARGEST_BYTES, Array, SharedMembers
+from shardyard_worker.collectives.shared_members import ALIGN, LARGEST_BYTES, Array, SharedMembers
 
 RING_BYTES: Final = 2 * LARGEST_BYTES
 """Of a member's memory for what it sends to another one."""

@@ -26,8 +26,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from shardyard_worker.replicas.collectives import SLICE, Collectives
-from shardyard_worker.replicas.group_store import GroupLost
+from shardyard_worker.collectives.collectives import SLICE, Collectives
+from shardyard_worker.collectives.group_store import GroupLost
 
 FOREVER: Final = datetime.timedelta(days=365)
 """A member may compute for as long as it likes."""

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from shardyard.domain.errors import NotShareable
-from shardyard_worker.replicas.group_store import GroupLost
-from shardyard_worker.replicas.shared_members import LARGEST_BYTES, Offer, OfferedMemory, SharedMembers
-from shardyard_worker.replicas.shared_sums import ARENA_BYTES, SUMS_BYTES, WHOLE_BYTES, SharedSums
+from shardyard_worker.collectives.group_store import GroupLost
+from shardyard_worker.collectives.shared_members import LARGEST_BYTES, Offer, OfferedMemory, SharedMembers
+from shardyard_worker.collectives.shared_sums import ARENA_BYTES, SUMS_BYTES, WHOLE_BYTES, SharedSums
 from tests.support.shared_members import MOMENT_S, Processes, processes
 
 Run = Callable[[SharedSums], object]

@@ -22,7 +22,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from shardyard_worker.replicas.shared_members import ALIGN, LARGEST_BYTES, Array, SharedMembers
+from shardyard_worker.collectives.shared_members import ALIGN, LARGEST_BYTES, Array, SharedMembers
 
 _DTYPES: Final = (torch.float32, torch.float64, torch.int64)
 WHOLE_BYTES: Final = 8 << 10

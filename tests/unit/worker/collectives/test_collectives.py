@@ -9,8 +9,8 @@ import pytest
 
 from shardyard.domain.ids import Incarnation
 from shardyard.domain.replica_groups import ReplicaGroup
-from shardyard_worker.replicas.collectives import Collectives
-from shardyard_worker.replicas.group_store import GroupLost
+from shardyard_worker.collectives.collectives import Collectives
+from shardyard_worker.collectives.group_store import GroupLost
 
 
 class Session:

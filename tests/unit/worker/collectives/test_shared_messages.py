@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from shardyard_worker.replicas.shared_members import LARGEST_BYTES, SharedMembers
-from shardyard_worker.replicas.shared_messages import RING_BYTES, SharedMessages
+from shardyard_worker.collectives.shared_members import LARGEST_BYTES, SharedMembers
+from shardyard_worker.collectives.shared_messages import RING_BYTES, SharedMessages
 from tests.support.shared_members import Processes, processes
 
 Run = Callable[[SharedMessages], object]

@@ -20,7 +20,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardyard.domain.errors import InvalidRequest
-from shardyard_worker.replicas.collectives import Collectives
+from shardyard_worker.collectives.collectives import Collectives
 
 BACKEND: Final = "shardyard"
 _NUMBERS = itertools.count()

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.distributed import FileStore, ProcessGroupGloo
 
-from shardyard_worker.replicas.collectives import Collectives
-from shardyard_worker.replicas.messages import Messages
+from shardyard_worker.collectives.collectives import Collectives
+from shardyard_worker.collectives.messages import Messages
 
 TAG = 7
 MOMENT_S = 60

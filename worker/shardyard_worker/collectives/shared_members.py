@@ -24,7 +24,7 @@ import numpy.typing as npt
 from shardyard.domain.errors import NotShareable
 from shardyard.domain.pulls import ShmHandle
 from shardyard.transport.shared_memory import Bytes, SharedMemory, attach
-from shardyard_worker.replicas.group_store import GroupLost
+from shardyard_worker.collectives.group_store import GroupLost
 
 Array = npt.NDArray[Any]
 

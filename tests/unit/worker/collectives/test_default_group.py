@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, ProcessGroupGloo
 
+from shardyard_worker.collectives.collectives import Collectives
+from shardyard_worker.collectives.default_group import CollectiveGroup, DefaultGroup
+from shardyard_worker.collectives.group_store import GroupLost
+from shardyard_worker.collectives.messages import SENDS_MAX
 from shardyard_worker.pipeline.process_group import StageGroup
-from shardyard_worker.replicas.collectives import Collectives
-from shardyard_worker.replicas.default_group import CollectiveGroup, DefaultGroup
-from shardyard_worker.replicas.group_store import GroupLost
-from shardyard_worker.replicas.messages import SENDS_MAX
 from tests.support.waiting import is_gone, wait_until
 
 LARGE = 10_000_000

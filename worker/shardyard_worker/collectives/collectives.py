@@ -25,10 +25,10 @@ from torch.distributed.distributed_c10d import _DistributedBackendOptions  # typ
 
 from shardyard.domain.errors import ConfigurationError, NotShareable, TooLarge
 from shardyard.domain.replica_groups import GLOO, ReplicaGroup
-from shardyard_worker.replicas.group_store import GroupLost, GroupStore, no_place
-from shardyard_worker.replicas.shared_members import LARGEST_BYTES, Offer, OfferedMemory, SharedMembers
-from shardyard_worker.replicas.shared_messages import MEMBERS_MAX, RING_BYTES, SharedMessages
-from shardyard_worker.replicas.shared_sums import SUMS_BYTES, SharedSum, SharedSums
+from shardyard_worker.collectives.group_store import GroupLost, GroupStore, no_place
+from shardyard_worker.collectives.shared_members import LARGEST_BYTES, Offer, OfferedMemory, SharedMembers
+from shardyard_worker.collectives.shared_messages import MEMBERS_MAX, RING_BYTES, SharedMessages
+from shardyard_worker.collectives.shared_sums import SUMS_BYTES, SharedSum, SharedSums
 from shardyard_worker.session.session import Session
 
 log = logging.getLogger("shardyard.worker")
