@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from shardyard_launcher.yard.local_cluster import LocalCluster
 from tests.support.yards import Probes, RoleYard, Script
@@ -16,7 +17,7 @@ Started = list[tuple[Script, Path]]
 def settings(
     yard: LocalCluster | RoleYard, job: str, strategy: str, workers: int = 2, *, size: int = 2, **more: object
 ) -> dict[str, object]:
-    """`size`: of a replica."""
+    """`size`: of a replica. The workers share memory or do not, as the job's name says: half of the jobs do."""
     sizes = {"pipeline": "job__pipeline__stages", "sharded": "job__sharded__size", "tensor": "job__tensor__size"}
     common: dict[str, object] = {
         "coordinator": yard.address if isinstance(yard, RoleYard) else yard.coordinator,
@@ -27,6 +28,7 @@ def settings(
         "job__workers_expected": workers,
         "membership__coordinator_grace_ms": 10_000,
         "worker__threads": 1,
+        "worker__same_host": ("auto", "never")[crc32(job.encode()) % 2],
     }
     if strategy in sizes:
         common[sizes[strategy]] = size

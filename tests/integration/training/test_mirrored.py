@@ -104,7 +104,9 @@ def losses_of(given: Mapping[str, object], workers: int, losses: Losses, **batch
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize(
-    "given", [{}, {"job.clip.norm": 0.05}, {"job.buffers": "first"}], ids=["plain", "clipped", "buffers of rank 0"]
+    "given",
+    [{}, {"job.clip.norm": 0.05}, {"job.buffers": "first"}, {"worker.same_host": "never"}],
+    ids=["plain", "clipped", "buffers of rank 0", "no shared memory"],
 )
 def test_losses_are_those_of_parameter_servers(alone: None, workers: int, given: Mapping[str, object]) -> None:
     """Whatever number of workers computes the three ranks."""
@@ -190,12 +192,15 @@ def test_replicas_with_compressed_gradients_have_the_same_values(alone: None) ->
     assert values[0].values == values[1].values == values[2].values
 
 
+@pytest.mark.parametrize("same_host", ["auto", "never"])
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_several_buckets_are_summed_in_one_order(alone: None, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+def test_several_buckets_are_summed_in_one_order(
+    alone: None, monkeypatch: pytest.MonkeyPatch, workers: int, same_host: str
+) -> None:
     """Whether a worker has sent some during its backward or, since it has two ranks, has not."""
     monkeypatch.setattr(gradient_buckets, "FIRST_BYTES", 64)
     monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 64)
-    more = {"job.consistency.logical_ranks": 3, "job.workers_expected": workers}
+    more = {"job.consistency.logical_ranks": 3, "job.workers_expected": workers, "worker.same_host": same_host}
     wanted = losses_of({**SERVERS, **more}, workers, Losses())
     assert losses_of({**MIRRORED, **more}, workers, Losses()) == pytest.approx(wanted, rel=1e-9)
 
