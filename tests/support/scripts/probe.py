@@ -156,6 +156,7 @@ def make_mistakes(job: sy.Job, options: argparse.Namespace) -> dict[str, object]
 
     def sample() -> None:
         for batch in DataLoader(batches, batch_sampler=job.sampler(batches, batch_size=4, drop_last=True)):
+            time.sleep(2.0)  # a worker that is refused leaves, and the other one must have its batch then
             job.train_step(*batch)
 
     if job.mode is UpdateMode.ASYNC:
