@@ -23,6 +23,7 @@ from shardyard.config import configuration
 from shardyard.domain import errors
 from shardyard.domain.replica_groups import TakenStep
 from shardyard.runtime.failpoints import armed
+from shardyard_worker.collectives.shared_sums import SharedSums
 from shardyard_worker.exchange.optimizer_exchange import OptimizerExchange
 from shardyard_worker.replicas import gradient_buckets
 from shardyard_worker.replicas.gradient_buckets import GradientBuckets
@@ -197,12 +198,17 @@ def test_replicas_with_compressed_gradients_have_the_same_values(alone: None) ->
 def test_several_buckets_are_summed_in_one_order(
     alone: None, monkeypatch: pytest.MonkeyPatch, workers: int, same_host: str
 ) -> None:
-    """Whether a worker has sent some during its backward or, since it has two ranks, has not."""
+    """Whether a worker has sent some during its backward or, since it has two ranks, has not. The sums go through
+    memory of this machine, unless the job says no."""
+    shared: list[torch.Tensor] = []
+    begin = SharedSums.begin
+    monkeypatch.setattr(SharedSums, "begin", lambda sums, tensor: (shared.append(tensor), begin(sums, tensor))[1])
     monkeypatch.setattr(gradient_buckets, "FIRST_BYTES", 64)
     monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 64)
     more = {"job.consistency.logical_ranks": 3, "job.workers_expected": workers, "worker.same_host": same_host}
     wanted = losses_of({**SERVERS, **more}, workers, Losses())
     assert losses_of({**MIRRORED, **more}, workers, Losses()) == pytest.approx(wanted, rel=1e-9)
+    assert bool(shared) is (same_host == "auto" and workers > 1)
 
 
 def test_accumulated_gradients_count_as_one_step(alone: None) -> None:

@@ -98,11 +98,11 @@ class Collectives:
         try:
             return OfferedMemory(SUMS_BYTES + self.size * RING_BYTES)
         except (NotShareable, TooLarge) as error:
-            log.debug("sums go over the network: %s", error.what)
+            log.debug("shares no memory with other members: %s", error.what)
             return None
 
     def _share(self, memory: OfferedMemory, offers: Sequence[Offer | None]) -> None:
-        """From now on members sum through memory, if all are on this machine and each can map that of the others."""
+        """From now on members share memory, if all are on this machine and each can map that of the others."""
         made = [each for each in offers if each is not None and each.machine == memory.offer.machine]
         if len(made) < self.size:
             return
@@ -111,18 +111,23 @@ class Collectives:
             shared = memory.join(made, self.check)
         except NotShareable as error:
             lacks[0] = 1
-            log.info("sums go over the network: %s", error.what)
-        with self._session.wait_registry.over(
-            lambda: f"members of replica group {self.group.generation} to share memory"
-        ):
-            self.wait(self.most(lacks))
+            log.info("shares no memory with the other members: %s", error.what)
+        try:
+            with self._session.wait_registry.over(
+                lambda: f"members of replica group {self.group.generation} to share memory"
+            ):
+                self.wait(self.most(lacks))
+        except BaseException:
+            if shared is not None:
+                shared.leave()
+            raise
         if shared is not None and lacks[0]:
             shared.leave()
         elif shared is not None:
             self._members, self._sums = shared, SharedSums(shared)
             if self.size <= MEMBERS_MAX:
                 self.shared_messages = SharedMessages(shared, SUMS_BYTES)
-            log.info("sums of up to %d MiB go through memory of this machine", LARGEST_BYTES >> 20)
+            log.info("shares memory with the other members, for tensors of up to %d MiB", LARGEST_BYTES >> 20)
 
     def _make(self, store: GroupStore) -> Any:
         """The process group of job.collectives. Raises ConfigurationError."""
