@@ -160,7 +160,10 @@ class GrpcPeer:
             if self.credentials is not None and self.credentials.refresh() is not self._shown:
                 return found  # the next call shows the renewed certificate
             if self._shown is not None or is_first:
-                return explain_failure(found.what, self.name, own=self._shown, address=self._address) or found
+                explained = explain_failure(
+                    found.what, self.name, own=self._shown, address=self._address, unavailable=self._unavailable
+                )
+                return explained or found
         return found
 
     def _show_renewed(self) -> None:

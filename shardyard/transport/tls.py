@@ -72,11 +72,55 @@ def open_channel(
     return grpc.secure_channel(address, shown, options=(*options, ("grpc.ssl_target_name_override", host_of(role))))
 
 
-def explain_failure(said: str, peer: str, *, own: Pem | None, address: str) -> errors.NotTrusted | None:
+def explain_failure(
+    said: str, peer: str, *, own: Pem | None, address: str, unavailable: type[errors.Unavailable]
+) -> errors.NotTrusted | errors.Unavailable | None:
     """The error if a connection failed because of certificates; None: for another reason. `said`: gRPC's text. `own`:
-    what this process shows and trusts; None: it uses no TLS. A peer that does not trust the caller's certificate closes
-    the connection without a reason."""
+    what this process shows and trusts; None: it uses no TLS.
+
+    An address of the coordinator comes from a person. If the process there is not of the yard, the address is wrong,
+    and trying again does not help. The addresses of other members come from the coordinator. If the process there is
+    not of the yard, the member has ended and its port was given to another process. This is `unavailable`: the member
+    may come back at another address.
+    """
+    is_coordinator = peer.startswith(Role.COORDINATOR.value)
     was_closed = "Socket closed" in said or "reset" in said
+    # a peer that does not trust the caller's certificate closes the connection without a reason
+    found = None if own is None else _wrong_times(said, peer, own, was_closed=was_closed)
+    # only the coordinator changes last, so a later certificate of another member says nothing
+    is_refused = "SSL_ERROR_SSL" in said or (was_closed and is_coordinator)
+    if found is None and own is not None and is_refused and _was_rotated(own, address):
+        found = errors.NotTrusted(
+            f"{peer}: its certificate is of another authority of this yard than that of this process",
+            why="the yard's authority was rotated while this process was away, or something stands in for the peer",
+            todo="run `shardyard invite` on a machine of the yard, and on this machine the line that it prints",
+        )
+    if found is not None:
+        return found
+    foreign = _foreign(said, peer, own, address, was_closed=was_closed)
+    if foreign is None or is_coordinator:
+        return foreign
+    return unavailable(f"{foreign.what}; another process has its port now")
+
+
+def _wrong_times(said: str, peer: str, own: Pem, *, was_closed: bool) -> errors.NotTrusted | None:
+    if "certificate has expired" in said or "not yet valid" in said:
+        return errors.NotTrusted(
+            f"{peer}: its certificate is valid at another time than now",
+            todo="compare the clocks of both machines; a member renews its certificate while it can reach the "
+            "coordinator, and `shardyard up` or `shardyard coordinator` makes those of its machine anew",
+        )
+    if was_closed and not _is_valid_now(own):
+        return errors.NotTrusted(
+            f"{peer} closes the connection, and the certificate of this process is valid at another time than now",
+            todo="compare the clocks of both machines; if this process was away for long, run `shardyard invite` on a "
+            "machine of the yard, and on this machine the line that it prints",
+        )
+    return None
+
+
+def _foreign(said: str, peer: str, own: Pem | None, address: str, *, was_closed: bool) -> errors.NotTrusted | None:
+    """The error if the process at the address is not the peer."""
     if own is None:
         if was_closed and _shown_at(address):
             return errors.NotTrusted(
@@ -89,28 +133,8 @@ def explain_failure(said: str, peer: str, *, own: Pem | None, address: str) -> e
             f"{peer}: the certificate there is for another role",
             todo="check the address: another member of the yard listens there",
         )
-    if "certificate has expired" in said or "not yet valid" in said:
-        return errors.NotTrusted(
-            f"{peer}: its certificate is valid at another time than now",
-            todo="compare the clocks of both machines; a member renews its certificate while it can reach the "
-            "coordinator, and `shardyard up` or `shardyard coordinator` makes those of its machine anew",
-        )
     if "WRONG_VERSION_NUMBER" in said:
         return errors.NotTrusted(f"{peer} does not use TLS", todo="set security.tls to the same value everywhere")
-    if was_closed and not _is_valid_now(own):
-        return errors.NotTrusted(
-            f"{peer} closes the connection, and the certificate of this process is valid at another time than now",
-            todo="compare the clocks of both machines; if this process was away for long, run `shardyard invite` on a "
-            "machine of the yard, and on this machine the line that it prints",
-        )
-    # only the coordinator changes last, so a later certificate of another member says nothing
-    is_refused = "SSL_ERROR_SSL" in said or (was_closed and peer.startswith(Role.COORDINATOR.value))
-    if is_refused and _was_rotated(own, address):
-        return errors.NotTrusted(
-            f"{peer}: its certificate is of another authority of this yard than that of this process",
-            why="the yard's authority was rotated while this process was away, or something stands in for the peer",
-            todo="run `shardyard invite` on a machine of the yard, and on this machine the line that it prints",
-        )
     if "SSL_ERROR_SSL" in said:
         return errors.NotTrusted(
             f"{peer}: its certificate is of another yard than the certificate of this process",

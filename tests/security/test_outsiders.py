@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
+import socket
 import stat
 import subprocess
 import threading
@@ -154,6 +156,46 @@ def test_certificate_of_another_yard_is_explained(yard: LocalCluster, tmp_path: 
 def test_server_cannot_stand_in_for_the_coordinator(yard: LocalCluster, folder: Path) -> None:
     with pytest.raises(errors.NotTrusted, match="the certificate there is for another role"):
         ask(GrpcNetwork(Credentials(folder / "operator")), address_of(yard, "server"))
+
+
+def test_member_whose_port_another_process_has_is_unavailable(yard: LocalCluster, folder: Path, tmp_path: Path) -> None:
+    """The coordinator says where servers are. A server that has ended may come back, and its port may be given to any
+    process meanwhile: to one of another yard, to another member, or to one without TLS."""
+    write_credentials(tmp_path / "w", make_credentials(Authority(tmp_path / "other"), Role.WORKER, "x", 3_600))
+    with socket.create_server(("127.0.0.1", 0)) as plain, answering_in_plain_text(plain):
+        for credentials, address, told in (
+            (tmp_path / "w", address_of(yard, "server"), "of another yard"),
+            (folder / "worker", address_of(yard, "agent"), "for another role"),
+            (folder / "worker", f"127.0.0.1:{plain.getsockname()[1]}", "does not use TLS"),
+        ):
+            server = GrpcNetwork(Credentials(credentials)).connect(address, name="server 1.1")
+            try:
+                with pytest.raises(errors.ServerUnavailable, match=rf"{told}.*another process has its port now"):
+                    server.call(methods.ATTACH, server_wire.AttachRequest(), timeout_ms=CALL_MS)
+            finally:
+                server.close()
+
+
+@contextlib.contextmanager
+def answering_in_plain_text(listening: socket.socket) -> Iterator[None]:
+    """Answers each connection in plain text, until `listening` is closed."""
+
+    def answer() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listening.accept()
+                with connection:
+                    connection.recv(1)
+                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        yield
+    finally:
+        listening.shutdown(socket.SHUT_RDWR)
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 def test_process_without_tls_is_told_so(yard: LocalCluster) -> None:
