@@ -38,6 +38,12 @@ def status(yard: LocalYard) -> wire.JobStatus:
     return job
 
 
+def workers_of(yard: LocalYard) -> list[wire.MemberStatus]:
+    peer = yard.network.connect(COORDINATOR, name="coordinator")
+    members = peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=5_000).members
+    return [each for each in members if each.role == wire.ROLE_WORKER]
+
+
 class Counted:
     """A job in which each value is the number of times that its sample has counted."""
 

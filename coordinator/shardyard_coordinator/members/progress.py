@@ -23,7 +23,8 @@ class Report:
     its compression has not sent yet, some pushes ago. `pushed`: its acknowledged pushes without leased data.
     `switches`: the number of the mode switch that it follows. `stop_reached`: the worker knows of a stop, and
     contributes to no step from this one on until the stop's step is fixed. `switch_reached`: the same for a switch: its
-    number, and such a step. `needs_servers`: what in its script needs variables on the servers."""
+    number, and such a step. `needs_servers`: what in its script needs variables on the servers. `sums`: in which
+    way its gradients are summed with those of others."""
 
     step: int = 0
     samples: int = 0
@@ -35,6 +36,7 @@ class Report:
     switches: int = 0
     switch_reached: tuple[int, int] | None = None
     needs_servers: str = ""
+    sums: str = ""
 
 
 class Progress:

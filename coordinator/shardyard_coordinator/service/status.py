@@ -89,6 +89,7 @@ def _member(member: Member, job: JobState | None, drain: Draining | None, now_ms
         not_finite=0 if job is None else job.not_finite.of(member.incarnation),
         dropped=0 if job is None else min(work_verdicts.dropped_by(job, member.incarnation), _UINT64_MAX),
         drain=parts.drain(drain),
+        sums=report.sums,
     )
 
 

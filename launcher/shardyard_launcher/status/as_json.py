@@ -52,7 +52,7 @@ def _member(member: wire.MemberStatus) -> dict[str, object]:
         "drain": _optional(member, "drain", lambda drain: _pick(drain, "left_ms")),
     }
     if member.role == wire.ROLE_WORKER:
-        entry |= _pick(member, "job", "step", "samples", "not_finite", "dropped")
+        entry |= _pick(member, "job", "step", "samples", "not_finite", "dropped", "sums")
         entry["ranks"] = list(member.ranks)
     return entry
 

@@ -104,7 +104,9 @@ def _members_table(report: YardReport) -> Table:
             says = _of_server(said)
         if worker:
             says = f"ranks {', '.join(map(str, member.ranks))}" if member.ranks else ""
-            says += f"; {member.dropped:,} contributions came late" if member.dropped else ""
+            late = f"{member.dropped:,} contributions came late" if member.dropped else ""
+            sums = f"sums gradients {member.sums}" if member.sums else ""
+            says = "; ".join(part for part in (says, sums, late) if part)
         waiting = f"waits for {member.waiting_for}" if member.waiting_for else ""
         leaving = words.describe_drain(member.drain) if member.HasField("drain") else ""
         says = "; ".join(part for part in (leaving, says, waiting) if part)

@@ -287,7 +287,7 @@ class Revoked(_message.Message):
     def __init__(self, version: _Optional[int] = ..., holders: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("authorities", "revoked_version", "pass_until_s", "caller", "step", "samples", "metrics", "waiting_for", "logs", "residual_norm", "pushed", "stop_reached", "tables", "switches", "switch_reached", "needs_servers")
+    __slots__ = ("authorities", "revoked_version", "pass_until_s", "caller", "step", "samples", "metrics", "waiting_for", "logs", "residual_norm", "pushed", "stop_reached", "tables", "switches", "switch_reached", "needs_servers", "sums")
     AUTHORITIES_FIELD_NUMBER: _ClassVar[int]
     REVOKED_VERSION_FIELD_NUMBER: _ClassVar[int]
     PASS_UNTIL_S_FIELD_NUMBER: _ClassVar[int]
@@ -304,6 +304,7 @@ class HeartbeatRequest(_message.Message):
     SWITCHES_FIELD_NUMBER: _ClassVar[int]
     SWITCH_REACHED_FIELD_NUMBER: _ClassVar[int]
     NEEDS_SERVERS_FIELD_NUMBER: _ClassVar[int]
+    SUMS_FIELD_NUMBER: _ClassVar[int]
     authorities: bytes
     revoked_version: int
     pass_until_s: int
@@ -320,7 +321,8 @@ class HeartbeatRequest(_message.Message):
     switches: int
     switch_reached: SwitchReached
     needs_servers: str
-    def __init__(self, authorities: _Optional[bytes] = ..., revoked_version: _Optional[int] = ..., pass_until_s: _Optional[int] = ..., caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., waiting_for: _Optional[str] = ..., logs: _Optional[_Iterable[_Union[LogLength, _Mapping]]] = ..., residual_norm: _Optional[float] = ..., pushed: _Optional[int] = ..., stop_reached: _Optional[_Union[StopReached, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[TableRows, _Mapping]]] = ..., switches: _Optional[int] = ..., switch_reached: _Optional[_Union[SwitchReached, _Mapping]] = ..., needs_servers: _Optional[str] = ...) -> None: ...
+    sums: str
+    def __init__(self, authorities: _Optional[bytes] = ..., revoked_version: _Optional[int] = ..., pass_until_s: _Optional[int] = ..., caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., waiting_for: _Optional[str] = ..., logs: _Optional[_Iterable[_Union[LogLength, _Mapping]]] = ..., residual_norm: _Optional[float] = ..., pushed: _Optional[int] = ..., stop_reached: _Optional[_Union[StopReached, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[TableRows, _Mapping]]] = ..., switches: _Optional[int] = ..., switch_reached: _Optional[_Union[SwitchReached, _Mapping]] = ..., needs_servers: _Optional[str] = ..., sums: _Optional[str] = ...) -> None: ...
 
 class TableRows(_message.Message):
     __slots__ = ("job", "rows")
@@ -1117,7 +1119,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class MemberStatus(_message.Message):
-    __slots__ = ("incarnation", "role", "address", "host", "pid", "release", "last_seen_ms_ago", "job", "step", "samples", "waiting_for", "ranks", "not_finite", "dropped", "drain")
+    __slots__ = ("incarnation", "role", "address", "host", "pid", "release", "last_seen_ms_ago", "job", "step", "samples", "waiting_for", "ranks", "not_finite", "dropped", "drain", "sums")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -1133,6 +1135,7 @@ class MemberStatus(_message.Message):
     NOT_FINITE_FIELD_NUMBER: _ClassVar[int]
     DROPPED_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
+    SUMS_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     role: Role
     address: str
@@ -1148,7 +1151,8 @@ class MemberStatus(_message.Message):
     not_finite: int
     dropped: int
     drain: Drain
-    def __init__(self, incarnation: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., release: _Optional[str] = ..., last_seen_ms_ago: _Optional[int] = ..., job: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., waiting_for: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ..., not_finite: _Optional[int] = ..., dropped: _Optional[int] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ...) -> None: ...
+    sums: str
+    def __init__(self, incarnation: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., release: _Optional[str] = ..., last_seen_ms_ago: _Optional[int] = ..., job: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., waiting_for: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ..., not_finite: _Optional[int] = ..., dropped: _Optional[int] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., sums: _Optional[str] = ...) -> None: ...
 
 class FeedStatus(_message.Message):
     __slots__ = ("feed", "samples", "epochs", "free", "leased", "done", "finished", "quarantined")

@@ -23,11 +23,14 @@ from shardyard.config import configuration
 from shardyard.domain import errors
 from shardyard.domain.replica_groups import TakenStep
 from shardyard.runtime.failpoints import armed
+from shardyard_worker.collectives import collectives, shared_members
+from shardyard_worker.collectives.collectives import Collectives
+from shardyard_worker.collectives.shared_members import LARGEST_BYTES, OfferedMemory, SharedMembers
 from shardyard_worker.collectives.shared_sums import SharedSums
 from shardyard_worker.exchange.optimizer_exchange import OptimizerExchange
 from shardyard_worker.replicas import gradient_buckets
 from shardyard_worker.replicas.gradient_buckets import GradientBuckets
-from tests.support.alone import Counted, local_yard, status
+from tests.support.alone import Counted, local_yard, status, workers_of
 from tests.support.waiting import wait_until
 
 MIRRORED: Mapping[str, object] = {
@@ -209,6 +212,93 @@ def test_several_buckets_are_summed_in_one_order(
     wanted = losses_of({**SERVERS, **more}, workers, Losses())
     assert losses_of({**MIRRORED, **more}, workers, Losses()) == pytest.approx(wanted, rel=1e-9)
     assert bool(shared) is (same_host == "auto" and workers > 1)
+
+
+@pytest.mark.parametrize("largest", [LARGEST_BYTES, 32], ids=["whole", "in pieces"])
+@pytest.mark.parametrize("machines", ["aab", "aba", "abb", "abab", "abcb"])
+def test_sums_go_inside_machines_first(
+    alone: None, monkeypatch: pytest.MonkeyPatch, machines: str, largest: int
+) -> None:
+    """Each worker is on a machine of this name. Then the bits are the same in all, and losses those of servers."""
+    place, between = threading.local(), dict.fromkeys(machines, 0)
+    sum_between = Collectives._sum_between
+
+    def sum_noted(collectives: Collectives, tensor: torch.Tensor) -> Any:
+        assert tensor.nbytes <= largest
+        between[place.machine] += 1
+        return sum_between(collectives, tensor)
+
+    monkeypatch.setattr(Collectives, "_sum_between", sum_noted)
+    monkeypatch.setattr(shared_members, "this_machine", lambda: place.machine)
+    monkeypatch.setattr(collectives, "LARGEST_BYTES", largest)
+    workers = len(machines)
+    values = [Values(torch.optim.SGD) for _ in machines]
+    with local_yard({**MIRRORED, **ranks(workers)}) as (_, connect):
+        jobs = [connect() for _ in machines]
+
+        def train(at: int) -> None:
+            place.machine = machines[at]
+            values[at].train(jobs[at])
+
+        side_by_side(workers, train)
+    assert all(each.values == values[0].values for each in values)
+    assert len({*between.values()}) == 1, "one member of each machine sums with the others"
+    assert between["a"] >= SAMPLES * EPOCHS // (workers * BATCH)
+    servers = Values(torch.optim.SGD)
+    losses_of({**SERVERS, **ranks(workers)}, workers, servers)
+    assert [*chain(*values[0].values)] == pytest.approx([*chain(*servers.values)], rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("machines", ["aaa", "abb"])
+def test_all_use_gloo_if_one_cannot_open_the_memory_of_another(
+    alone: None, monkeypatch: pytest.MonkeyPatch, machines: str
+) -> None:
+    this, join = threading.local(), OfferedMemory.join
+
+    def refused(memory: OfferedMemory, *given: Any) -> SharedMembers:
+        joined = join(memory, *given)
+        if this.at != 2:
+            return joined
+        joined.leave()
+        raise errors.NotShareable("this one cannot")
+
+    monkeypatch.setattr(OfferedMemory, "join", refused)
+    monkeypatch.setattr(shared_members, "this_machine", lambda: machines[this.at])
+    monkeypatch.setattr(SharedSums, "begin", None)
+    values = [Values() for _ in machines]
+    with local_yard({**MIRRORED, **ranks(3)}) as (_, connect):
+        jobs = [connect() for _ in machines]
+
+        def train(at: int) -> None:
+            this.at = at
+            values[at].train(jobs[at])
+
+        side_by_side(3, train)
+    assert all(each.values == values[0].values for each in values)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, "through shared memory, over gloo above 4 MiB"),
+        ({"worker.same_host": "never"}, "over gloo"),
+        ({"job.deterministic": True}, "in the order of the ranks over gloo"),
+        ({"job.all_reduce": "bf16"}, "in bf16 over gloo"),
+    ],
+    ids=lambda each: "" if isinstance(each, str) else "-".join(each) or "plain",
+)
+def test_status_says_how_gradients_are_summed(alone: None, given: Mapping[str, object], told: str) -> None:
+    with local_yard({**MIRRORED, **ranks(2), **given}) as (yard, connect):
+        jobs = [connect() for _ in range(2)]
+
+        def train(at: int) -> None:
+            counted = Counted(jobs[at], SAMPLES)
+            with jobs[at] as job:
+                for (index,) in job.batches(counted.data, batch_size=BATCH):
+                    wait_until(lambda: [each.sums for each in workers_of(yard)] == [told] * 2)
+                    counted.step(index, 2.0)
+
+        side_by_side(2, train)
 
 
 def test_accumulated_gradients_count_as_one_step(alone: None) -> None:

@@ -55,6 +55,26 @@ def test_promise_2_each_sample_counts_once_when_members_go(
         assert finish(each, out)[counted] == WANTED
 
 
+@pytest.mark.long("killed-0", "killed-3", "frozen-2")
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_promise_2_each_sample_counts_once_when_a_member_of_two_machines_goes(
+    yard: LocalCluster, probes: Probes, how: signal.Signals, place: int
+) -> None:
+    """Two members of each machine sum first, then the first ones of both. The others go on as three members."""
+    common = settings(yard, f"machines-{how.name}-{place}") | {"job__workers_expected": 4}
+    given = [*OPTIONS[:-3], "4", *OPTIONS[-2:]]
+    started = [probes.start("count", *given, "--machine", machine, **common) for machine in "abba"]
+    wait_for_any([each for each, _ in started], "computed 5")
+    for script, _ in started:
+        script.wait_for("sums gradients with 3 other workers inside each of 2 machines, then between them over gloo")
+    victim = next(each for each in started if any(f"has place {place} of 4" in line for line in each[0].lines))
+    victim[0].process.send_signal(how)
+    started.remove(victim)
+    for each, out in started:
+        assert finish(each, out)["counts"] == WANTED
+
+
 def test_promise_6_bits_are_the_same_for_a_number_of_workers(yard: LocalCluster, probes: Probes) -> None:
     digests = []
     for run in range(2):

@@ -42,13 +42,21 @@ def place_in(script: Script, members: int) -> int:
     return places[-1]
 
 
-@pytest.mark.long("pipeline")
+@pytest.mark.long("one machine-pipeline", "aabb-sharded", "abab-tensor")
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("machines", ["", "aabb", "abab"], ids=["one machine", "aabb", "abab"])
 def test_losses_are_those_of_one_process(
-    yard: LocalCluster, probes: Probes, wanted: dict[int, list[float]], strategy: str
+    yard: LocalCluster, probes: Probes, wanted: dict[int, list[float]], strategy: str, machines: str
 ) -> None:
+    """`machines`: the names of those that the workers are on."""
     ranks = ranks_of(strategy, 4)
-    started = start(probes, 4, "stages", *options(ranks), **settings(yard, f"as-{strategy}", strategy, 4))
+    common = settings(yard, f"as-{strategy}-{machines}", strategy, 4)
+    given = ("stages", *options(ranks))
+    if machines:
+        common["worker__same_host"] = "auto"
+        started = [probes.start(*given, "--machine", machine, **common) for machine in machines]
+    else:
+        started = start(probes, 4, *given, **common)
     results = [finish(script, out) for script, out in started]
     for (script, _), result in zip(started, results, strict=True):
         rank = place_in(script, 4) * ranks // 4

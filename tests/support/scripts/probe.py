@@ -33,6 +33,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import shardyard as sy
 from shardyard.domain.consistency import UpdateMode
 from shardyard.transport import grpc_client
+from shardyard_worker.collectives import shared_members
 from shardyard_worker.exchange.server_group import ServerGroup
 
 
@@ -487,7 +488,10 @@ def main() -> None:
     parser.add_argument("--poison", type=int, default=-1, help="a sample that ends the first worker of a pipeline")
     parser.add_argument("--lose", nargs=3, metavar=("PLACE", "PUSH", "SIGNAL"), help="one worker, before it pushes")
     parser.add_argument("--patient", action="store_true", help="does not notice by itself that a peer is frozen")
+    parser.add_argument("--machine", default="", help="shares memory with scripts of the same name only")
     options = parser.parse_args()
+    if options.machine:
+        shared_members.this_machine = lambda: options.machine
     if options.patient:
         pings = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
         grpc_client.OPTIONS = tuple((name, 600_000 if name in pings else value) for name, value in grpc_client.OPTIONS)

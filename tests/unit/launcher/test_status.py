@@ -273,6 +273,15 @@ def test_status_tables_show_members_jobs_and_versions() -> None:
     assert re.search(r"0, 1 +40 to 41", text)
 
 
+def test_workers_say_how_gradients_are_summed() -> None:
+    found = report()
+    worker = next(each for each in found.status.members if each.incarnation == 3)
+    worker.sums, worker.dropped = "over gloo", 2
+    assert "ranks 0; sums gradients over gloo; 2 contributions came late" in " ".join(shown_status(found).split())
+    shown = {each["incarnation"]: each for each in json.loads(to_json(found))["members"]}
+    assert (shown[3]["sums"], shown[4]["sums"]) == ("over gloo", "")
+
+
 def test_ended_job_shows_the_partitions_that_are_held_still() -> None:
     found = report()
     job = found.status.jobs[1]

@@ -49,9 +49,14 @@ class GroupStore(Store):
     def __init__(self, session: Session, group: ReplicaGroup, check: Callable[[], None], prefix: str) -> None:
         super().__init__()
         self._session = session
+        self._group = group
         self._generation = group.generation
         self._check = check
         self._prefix = prefix
+
+    def under(self, prefix: str) -> GroupStore:
+        """The same store, whose keys have one more prefix."""
+        return GroupStore(self._session, self._group, self._check, self._prefix + prefix)
 
     def set(self, key: str, value: bytes | str) -> None:
         content = value.encode() if isinstance(value, str) else bytes(value)

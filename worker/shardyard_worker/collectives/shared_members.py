@@ -61,6 +61,16 @@ class Offer:
         return Offer(machine, *map(int, numbers))
 
 
+def this_machine() -> str:
+    """Its name, which those processes have in common that can open each other's memory. Raises NotShareable."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        space = os.stat("/proc/self/ns/pid").st_ino
+    except OSError as error:
+        raise NotShareable(f"this machine does not say which it is: {error}") from error
+    return f"{boot}-{space}-{os.geteuid()}"
+
+
 class OfferedMemory:
     """What this member offers: memory of so many bytes, whose pages take none before they are touched. Raises
     NotShareable, TooLarge if there is nothing to offer."""
@@ -69,12 +79,7 @@ class OfferedMemory:
         if platform.machine() != "x86_64":
             raise NotShareable(f"a {platform.machine()} processor, whose stores others may see in another order")
         self._memory = SharedMemory(_HEADER_BYTES + nbytes, read_only=False)
-        try:
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-            space = os.stat("/proc/self/ns/pid").st_ino
-        except OSError as error:
-            raise NotShareable(f"this machine does not say which it is: {error}") from error
-        self.offer = Offer(f"{boot}-{space}-{os.geteuid()}", os.getpid(), self._memory.ticket().fd)
+        self.offer = Offer(this_machine(), os.getpid(), self._memory.ticket().fd)
 
     def join(self, offers: Sequence[Offer], check: Callable[[], None]) -> SharedMembers:
         """With the members that have made these offers, of which this is one. `check` raises GroupLost once the group

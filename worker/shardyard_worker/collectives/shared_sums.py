@@ -5,19 +5,20 @@ writes its tensor into memory that the others read. Then each adds up a part of 
 
     written   when all members have written the tensor, each adds up its part, in the order of the members
     reduced   when all parts are there, each copies them into its tensor (each adds up all of a small one)
-    taken     when all members have copied them, the memory is used again
+    summed    with other machines: the first member adds up with the first members of those, the others copy from it
+    taken     when all members have the sum, the memory is used again
 
-Each member counts the sums of which it has come so far.
+Each member counts the sums that have come so far. Sums take these steps in their order, one behind another.
 
-Invariant: a sum has the same bits in each member. Must not know: groups, what is summed.
+Invariant: a sum has the same bits in each member. Must not know: groups, what is summed, how machines are connected.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -27,76 +28,103 @@ from shardyard_worker.collectives.shared_members import ALIGN, LARGEST_BYTES, Ar
 _DTYPES: Final = (torch.float32, torch.float64, torch.int64)
 WHOLE_BYTES: Final = 8 << 10
 """Each member adds up all of a small tensor, which takes less time than to wait for the others' parts."""
-ARENA_BYTES: Final = 3 * LARGEST_BYTES
-"""Of the tensors that are being summed, and as much for their sums."""
-SUMS_BYTES: Final = 2 * ARENA_BYTES
-_WRITTEN, _REDUCED, _TAKEN = 8, 16, 24
+SUMS_BYTES: Final = 6 * LARGEST_BYTES
+"""Of the tensors that are being summed."""
+_WRITTEN, _REDUCED, _TAKEN, _SUMMED = 8, 16, 24, 32
 """Places of numbers in the header, each in a cache line of its own."""
+_FIRST: Final = 0
+"""The place of the member that sums with other machines."""
 
 
 @dataclass(frozen=True)
+class Between:
+    """How the first member of this machine sums a tensor with the first members of others, in place. `begin` returns
+    torch's work; `end` is called when that is completed. Both raise GroupLost."""
+
+    begin: Callable[[torch.Tensor], Any]
+    end: Callable[[Any], None]
+
+
+@dataclass(slots=True)
 class SharedSum:
-    """A sum under way: the `number`th of the group, which is at `begin` of the members' arenas. `array`: of this
-    member, which gets it."""
+    """A sum under way: the `number`th of the group, which is at `at` of the members' memory. `tensor` gets it; `array`
+    is its memory. `between`: the sum with other machines, when it has begun."""
 
     number: int
+    tensor: torch.Tensor
     array: Array
-    begin: int
+    at: int
+    between: Any = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a member adds up all of it."""
+        return self.array.nbytes <= WHOLE_BYTES
 
 
 class SharedSums:
-    """For one thread, in the first SUMS_BYTES of the members' memory."""
+    """For one thread, in the first SUMS_BYTES of the members' memory. `between`: if there are other machines."""
 
-    def __init__(self, members: SharedMembers) -> None:
+    def __init__(self, members: SharedMembers, between: Between | None = None) -> None:
         self._members = members
+        self._between = between
+        self._is_first = members.place == _FIRST
+        self._meanwhile: Callable[[], object] = _do_nothing if between is None else self._advance
+        """Called when there may be something to do for other machines, which wait for it."""
         self._own = members.counts[members.place]
         self._all = range(members.size)
         self._begun = self._end = 0
         """The number of the newest sum, and the end of its memory."""
-        self._pending: deque[SharedSum] = deque()
+        self._written: deque[SharedSum] = deque()
+        self._reduced: deque[SharedSum] = deque()
+        self._summed: deque[SharedSum] = deque()
+        """The sums under way, by what is done next with them."""
         self._used: deque[tuple[int, int, int]] = deque()
         """The numbers, begins and ends of sums whose memory may be in use, the oldest first."""
 
     @staticmethod
     def fits(tensor: torch.Tensor) -> bool:
+        """Whether a tensor can be summed so, as a whole or in pieces of LARGEST_BYTES."""
         if tensor.device.type != "cpu" or tensor.dtype not in _DTYPES or not tensor.is_contiguous():
             return False
-        return 0 < tensor.nbytes <= LARGEST_BYTES
+        return tensor.numel() > 0
 
     def begin(self, tensor: torch.Tensor) -> SharedSum:
-        """Begins to sum a tensor over all members, in place. `wait` must follow. All members begin the same sums in the
-        same order. Raises GroupLost."""
-        array = tensor.detach().numpy().reshape(-1)
+        """Begins to sum a tensor of at most LARGEST_BYTES over all members, in place. `wait` must follow. All members
+        begin the same sums in the same order. Raises GroupLost."""
+        flat = tensor.detach().view(-1)
+        array = flat.numpy()
         self._begun += 1
-        found = SharedSum(self._begun, array, self._room(array.nbytes))
-        self._input(self._members.place, found)[:] = array
+        found = SharedSum(self._begun, flat, array, self._room(array.nbytes))
+        self._memory(self._members.place, found)[:] = array
         self._own[_WRITTEN] = self._begun
-        self._pending.append(found)
+        self._written.append(found)
+        self._meanwhile()
         return found
 
     def _room(self, nbytes: int) -> int:
         """The begin of so much memory, the same in all members, which none needs any more for an earlier sum."""
         begin = -(-self._end // ALIGN) * ALIGN
-        if begin + nbytes > ARENA_BYTES:
+        if begin + nbytes > SUMS_BYTES:
             begin = 0
         self._end = end = begin + nbytes
-        taken = min(counts[_TAKEN] for counts in self._members.counts)
+        taken = self._counted(_TAKEN)
         while self._used and self._used[0][0] <= taken:
             self._used.popleft()
         while any(first < end and begin < last for _, first, last in self._used):
             number = self._used.popleft()[0]
             self._finish(number)
-            self._members.wait(self._all, _TAKEN, number)
+            self._members.wait(self._all, _TAKEN, number, self._meanwhile)
         self._used.append((self._begun, begin, end))
         return begin
 
-    def _input(self, place: int, work: SharedSum) -> Array:
+    def _memory(self, place: int, work: SharedSum) -> Array:
         memory = self._members.memory[place]
-        return memory[work.begin : work.begin + work.array.nbytes].view(work.array.dtype)
+        return memory[work.at : work.at + work.array.nbytes].view(work.array.dtype)
 
-    def _total(self, place: int, work: SharedSum) -> Array:
-        begin = ARENA_BYTES + work.begin
-        return self._members.memory[place][begin : begin + work.array.nbytes].view(work.array.dtype)
+    def _counted(self, which: int) -> int:
+        """How far all members have come."""
+        return min([int(counts[which]) for counts in self._members.counts])
 
     def wait(self, work: SharedSum) -> None:
         """Returns when the tensor has the sum. Raises GroupLost."""
@@ -104,30 +132,89 @@ class SharedSums:
 
     def _finish(self, number: int) -> None:
         """All sums up to this one."""
-        while self._pending and self._pending[0].number <= number:
-            self._add_up(self._pending[0])
-            self._pending.popleft()
+        self._advance()
+        while True:
+            if self._summed:
+                oldest, places, which = self._summed[0], range(_FIRST, _FIRST + 1), _SUMMED
+            elif self._reduced:
+                oldest, places, which = self._reduced[0], self._all, _REDUCED
+            elif self._written:
+                oldest, places, which = self._written[0], self._all, _WRITTEN
+            else:
+                return
+            if oldest.number > number:
+                return
+            self._members.wait(places, which, oldest.number, self._meanwhile)
+            self._advance()
+
+    def _advance(self) -> None:
+        """Does what can be done now of the sums under way. Raises GroupLost."""
+        if self._written:
+            written = self._counted(_WRITTEN)
+            while self._written and self._written[0].number <= written:
+                self._add_up(self._written.popleft())
+        if self._reduced:
+            reduced = self._counted(_REDUCED)
+            while self._reduced and (self._reduced[0].is_whole or self._reduced[0].number <= reduced):
+                self._collect(self._reduced.popleft())
+        while self._summed and self._has_sum(self._summed[0]):
+            self._own[_TAKEN] = self._summed.popleft().number
 
     def _add_up(self, work: SharedSum) -> None:
-        count, size, place = self._members.size, work.array.size, self._members.place
-        self._members.wait(self._all, _WRITTEN, work.number)
-        inputs = [self._input(each, work) for each in self._all]
-        if work.array.nbytes <= WHOLE_BYTES:
+        """This member's part."""
+        inputs = [self._memory(each, work) for each in self._all]
+        if not work.is_whole:
+            part = self._part(self._members.place, work)
+            _add([each[part] for each in inputs], work.array[part])
+            inputs[self._members.place][part] = work.array[part]  # no other member reads this part before
+        elif self._between is None or self._is_first:
             _add(inputs, work.array)
-            self._own[_REDUCED] = self._own[_TAKEN] = work.number
-            return
-        parts = [slice(size * each // count, size * (each + 1) // count) for each in self._all]
-        _add([each[parts[place]] for each in inputs], self._total(place, work)[parts[place]])
         self._own[_REDUCED] = work.number
-        self._members.wait(self._all, _REDUCED, work.number)
-        for each, part in enumerate(parts):
-            work.array[part] = self._total(each, work)[part]
-        self._own[_TAKEN] = work.number
+        self._reduced.append(work)
+
+    def _part(self, place: int, work: SharedSum) -> slice:
+        size, count = work.array.size, self._members.size
+        return slice(size * place // count, size * (place + 1) // count)
+
+    def _collect(self, work: SharedSum) -> None:
+        """The parts of all members."""
+        if self._between is None or self._is_first:
+            for each in self._all if not work.is_whole else ():
+                if each != self._members.place:
+                    part = self._part(each, work)
+                    work.array[part] = self._memory(each, work)[part]
+        if self._between is None:
+            self._own[_TAKEN] = work.number
+            return
+        if self._is_first:
+            work.between = self._between.begin(work.tensor)
+        self._summed.append(work)
+
+    def _has_sum(self, work: SharedSum) -> bool:
+        """Whether the tensor has the sum over all machines."""
+        if not self._is_first:
+            if self._members.counts[_FIRST][_SUMMED] < work.number:
+                return False
+            work.array[:] = self._memory(_FIRST, work)
+            return True
+        if not work.between.is_completed():
+            return False
+        assert self._between is not None
+        self._between.end(work.between)
+        self._memory(_FIRST, work)[:] = work.array
+        self._own[_SUMMED] = work.number
+        return True
 
     def check(self) -> None:
         """Raises GroupLost if a sum under way will not end."""
-        if self._pending:
-            self._members.check(self._all, _WRITTEN, self._pending[-1].number)
+        for each in (self._written, self._reduced, self._summed):
+            if each:
+                self._members.check(self._all, _WRITTEN, each[-1].number)
+                return
+
+
+def _do_nothing() -> None:
+    """Nobody waits for this."""
 
 
 def _add(arrays: Sequence[Array], total: Array) -> None:

@@ -129,6 +129,12 @@ class GradientBuckets:
         """From now on these members sum."""
         self.collectives, self._divisor = collectives, 1.0
         self.clear()
+        if collectives.size > 1:
+            collectives.show(self._way(collectives))
+
+    def _way(self, collectives: Collectives) -> str:
+        """How gradients are summed, in words."""
+        return collectives.way
 
     def leave(self) -> None:
         """These members sum no more."""

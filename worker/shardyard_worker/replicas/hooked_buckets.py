@@ -100,6 +100,9 @@ class HookedBuckets(GradientBuckets):
             narrow = _NARROW[self._how]
             self._hook = lambda bucket: narrow(group, bucket)
 
+    def _way(self, collectives: Collectives) -> str:
+        return f"in {self._how.value} over {collectives.backend}"
+
     def leave(self) -> None:
         super().leave()
         self._hook = None

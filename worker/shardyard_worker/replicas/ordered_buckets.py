@@ -42,6 +42,9 @@ class OrderedBuckets(GradientBuckets):
         self._views = {index: views for bucket, _, views in self._rows for index in bucket.indices}
         super().join(collectives)
 
+    def _way(self, collectives: Collectives) -> str:
+        return f"in the order of the ranks over {collectives.backend}"
+
     def clear(self) -> None:
         super().clear()
         self._rank = 0

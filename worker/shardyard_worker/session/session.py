@@ -54,6 +54,8 @@ class Progress:
     """Acknowledged pushes without leased data."""
     needs_servers: str = ""
     """What in the script needs variables on the servers. Empty: workers may have them."""
+    sums: str = ""
+    """In which way gradients are summed with those of other workers. Empty: they are not."""
     residual_lost: float = 0.0
     """Reported on leaving: the 2-norm of the residual that was not sent. It is lost if other steps follow."""
 
@@ -389,6 +391,7 @@ class Session:
         # a worker that does not compute yet reports the mode that it will begin with
         request.switches = self.consistency.number if self._acknowledged is None else self._acknowledged
         request.needs_servers = self.progress.needs_servers
+        request.sums = self.progress.sums
         request.waiting_for = self.wait_registry.waiting_for
         request.pass_until_s = end_of(self.network.job_pass)
         for name, value in sorted(self._metrics().items()):

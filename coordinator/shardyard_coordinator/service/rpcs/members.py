@@ -82,6 +82,7 @@ def heartbeat_event(request: wire.HeartbeatRequest) -> events.HeartbeatReceived:
         switch_reached=(point.number, reached(point.reached)) if request.HasField("switch_reached") else None,
         switches=request.switches,
         needs_servers=common_messages.sentences(request.needs_servers, "what needs servers"),
+        sums=common_messages.sentences(request.sums, "how gradients are summed"),
     )
     if len(request.logs) > limits.JOBS_MAX:
         raise TooLarge(f"a heartbeat with {len(request.logs)} logs; at most {limits.JOBS_MAX} are taken")

@@ -160,7 +160,7 @@ ALLOWED: Final[dict[str, str]] = {
     "worker/collectives/shared_members.py:SharedMembers.wait:sleep": OUTSIDE,
     "worker/collectives/shared_messages.py:SharedMessages.finish:wait": OUTSIDE,
     "worker/collectives/shared_messages.py:SharedMessages.flush:wait": OUTSIDE,
-    "worker/collectives/shared_sums.py:SharedSums._add_up:wait": OUTSIDE,
+    "worker/collectives/shared_sums.py:SharedSums._finish:wait": OUTSIDE,
     "worker/collectives/shared_sums.py:SharedSums._room:wait": OUTSIDE,
     "worker/consistency/groups/replica_strategy.py:ReplicaStrategy._copy_replica:wait": OUTSIDE,
     "worker/consistency/groups/spread.py:SpreadStrategy._sum:wait": OUTSIDE,

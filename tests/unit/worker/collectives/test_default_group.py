@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, ProcessGroupGloo
 
 from shardyard_worker.collectives.collectives import Collectives
+from shardyard_worker.collectives.connection import Connection
 from shardyard_worker.collectives.default_group import CollectiveGroup, DefaultGroup
 from shardyard_worker.collectives.group_store import GroupLost
 from shardyard_worker.collectives.messages import SENDS_MAX
@@ -41,9 +42,9 @@ class Members(Collectives):
     """The first of two. `is_lost`: whether the coordinator says that the other one is gone."""
 
     def __init__(self, store: Path, is_lost: Callable[[], bool]) -> None:
-        self.place, self.size, self._members, self.shared_messages = 0, 2, None, None
+        self.place, self.size, self._sums, self.shared_messages = 0, 2, None, None
         self._is_lost = is_lost
-        self._group = connect(store, 0)
+        self._connection = Connection(connect(store, 0))
         self._pending = []
 
     def check(self) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch.distributed import FileStore, ProcessGroupGloo
 
 from shardyard_worker.collectives.collectives import Collectives
+from shardyard_worker.collectives.connection import Connection
 from shardyard_worker.collectives.messages import Messages
 
 TAG = 7
@@ -24,11 +25,11 @@ class Members(Collectives):
     """Of two."""
 
     def __init__(self, store: Path, place: int) -> None:
-        self.place, self.size, self._members = place, 2, None
+        self.place, self.size = place, 2
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = datetime.timedelta(seconds=MOMENT_S)
         options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        self._group = ProcessGroupGloo(FileStore(str(store), 2), place, 2, options)
+        self._connection = Connection(ProcessGroupGloo(FileStore(str(store), 2), place, 2, options))
 
     def check(self) -> None:
         pass

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from shardyard.domain.errors import NotShareable
 from shardyard_worker.collectives.group_store import GroupLost
 from shardyard_worker.collectives.shared_members import LARGEST_BYTES, Offer, OfferedMemory, SharedMembers
-from shardyard_worker.collectives.shared_sums import ARENA_BYTES, SUMS_BYTES, WHOLE_BYTES, SharedSums
+from shardyard_worker.collectives.shared_sums import SUMS_BYTES, WHOLE_BYTES, Between, SharedSums
 from tests.support.shared_members import MOMENT_S, Processes, processes
 
 Run = Callable[[SharedSums], object]
@@ -67,17 +67,100 @@ def test_sums_are_those_of_all_members(members: Callable[..., Processes], count:
         assert found == [True] * len(SIZES)
 
 
+class OtherMachine:
+    """Another machine, whose sums come after a few looks, in the order in which they were begun."""
+
+    def __init__(self, fails_at: int = -1) -> None:
+        self._begun: list[SlowSum] = []
+        self._fails_at = fails_at
+
+    @property
+    def between(self) -> Between:
+        return Between(self._begin, self._end)
+
+    def _begin(self, tensor: torch.Tensor) -> SlowSum:
+        self._begun.append(SlowSum(len(self._begun), tensor))
+        return self._begun[-1]
+
+    def _end(self, work: SlowSum) -> None:
+        assert work.looks == LOOKS
+        if work.number == self._fails_at:
+            raise GroupLost("the other machine is gone")
+        array = work.tensor.numpy()
+        array += given(OTHER, work.number, array.size, array.dtype)
+
+
+LOOKS, OTHER = 4, 99
+"""After how many looks such a sum is completed, and what `given` calls the other machine."""
+
+
+@dataclass
+class SlowSum:
+    number: int
+    tensor: torch.Tensor
+    looks: int = 0
+
+    def is_completed(self) -> bool:
+        self.looks += self.looks < LOOKS
+        return self.looks == LOOKS
+
+
+def not_first() -> Between:
+    def begin(_: torch.Tensor) -> None:
+        raise AssertionError("only the first member sums with other machines")
+
+    return Between(begin, begin)
+
+
+@pytest.mark.parametrize("ahead", [1, 4, 40])
+def test_first_member_sums_with_other_machines(ahead: int) -> None:
+    def run(place: int) -> Callable[[SharedMembers], object]:
+        def sum_all(members: SharedMembers) -> list[bool]:
+            sums = SharedSums(members, not_first() if place else OtherMachine().between)
+            found = []
+            for at in range(0, len(SIZES), ahead):
+                begun = []
+                for number, size in enumerate(SIZES[at : at + ahead], at):
+                    tensor = torch.from_numpy(given(place, number, size, np.dtype(np.float32)))
+                    begun.append((number, tensor, sums.begin(tensor)))
+                for number, tensor, work in reversed(begun):
+                    sums.wait(work)
+                    wanted = sum(given(each, number, tensor.numel(), np.dtype(np.float32)) for each in (0, 1, 2, OTHER))
+                    found.append(bool(np.array_equal(tensor.numpy(), wanted)))
+            return found
+
+        return sum_all
+
+    with processes() as start:
+        for found in start(*(run(place) for place in range(3)), nbytes=SUMS_BYTES).results():
+            assert found == [True] * len(SIZES)
+
+
+@pytest.mark.parametrize("size", [10, 10_000], ids=["small", "large"])
+def test_loss_of_another_machine_ends_the_sums_of_this_one(size: int) -> None:
+    def run(members: SharedMembers) -> None:
+        sums = SharedSums(members, not_first() if members.place else OtherMachine(fails_at=2).between)
+        for _ in range(3):
+            sums.wait(sums.begin(torch.zeros(size)))
+
+    with processes() as start:
+        group = start(run, run, nbytes=SUMS_BYTES)
+        assert group.result(0) == "the other machine is gone"
+        assert "is gone" in group.result(1)
+
+
 def test_memory_is_used_again_when_all_members_have_read_it(members: Callable[..., Processes]) -> None:
     """The last sum has the place of the first one, which the second member has not read when the first comes there."""
-    sizes = [7, LARGEST_BYTES // 4, LARGEST_BYTES // 4, LARGEST_BYTES // 4 - 16, 7]
-    assert 4 * (16 + sum(sizes[1:4])) == ARENA_BYTES
+    most = LARGEST_BYTES // 4
+    sizes = [7, *[most] * (SUMS_BYTES // LARGEST_BYTES - 1), most - 16, 7]
+    assert 4 * (16 + sum(sizes[1:-1])) == SUMS_BYTES
 
     def run(place: int) -> Run:
         def begin_all(sums: SharedSums) -> list[float]:
             tensors = [torch.from_numpy(np.full(size, at + 1.0, np.float32)) for at, size in enumerate(sizes)]
             begun = []
             for tensor in tensors:
-                if len(begun) == 4:
+                if len(begun) == len(sizes) - 1:
                     time.sleep(0.3 * place)
                 begun.append(sums.begin(tensor))
             for work in begun:
@@ -86,7 +169,7 @@ def test_memory_is_used_again_when_all_members_have_read_it(members: Callable[..
 
         return begin_all
 
-    assert members(run(0), run(1)).results() == [[2.0, 4.0, 6.0, 8.0, 10.0]] * 2
+    assert members(run(0), run(1)).results() == [[2.0 * (at + 1) for at in range(len(sizes))]] * 2
 
 
 def test_members_have_the_same_bits(members: Callable[..., Processes]) -> None:
@@ -170,13 +253,11 @@ def test_loss_is_seen_before_the_sum_is_waited_for(members: Callable[..., Proces
         torch.zeros(0),
         torch.zeros(4, dtype=torch.bfloat16),
         torch.zeros(4, 4)[:, ::2],
-        torch.empty(LARGEST_BYTES // 8 + 1, dtype=torch.float64),
     ],
-    ids=["nothing", "bf16", "gaps", "large"],
+    ids=["nothing", "bf16", "gaps"],
 )
 def test_other_tensors_are_left_to_torch(tensor: torch.Tensor) -> None:
     assert not SharedSums.fits(tensor)
-    assert 2 * LARGEST_BYTES <= ARENA_BYTES
 
 
 @pytest.mark.parametrize("text", ["", "a machine", "m 1", "m 1 2 3", "m -1 2", "m 1 x"])
