@@ -224,7 +224,7 @@ def behind_link(mbit_s: int | None = None) -> Iterator[Watched]:
     """Uses streams, since servers and worker are in fact on one machine."""
     with link(mbit_s) as made:
         settings = {"worker.same_host": "never"}
-        place = {"bind": made.address, "prefix": made.prefix}
+        place = {"bind": made.address, "prefixes": [made.prefix]}
         with shardyard_side(PROGRAM, workers=1, settings=settings, **place, tls=False) as side:
             network = GrpcNetwork(None)
             servers = {address: network.connect(address, name=f"server {address}") for address in side.servers}

@@ -44,21 +44,23 @@ class _Stages:
         return min(float(answer["steps"] / answer["seconds"]) for answer in self._answers)
 
 
-def run(task: str, pairs: int, seconds: float) -> dict[str, list[Figures]]:
+def run(task: str, pairs: int, seconds: float, same_host: str) -> dict[str, list[Figures]]:
     """Raises NumbersDiffer."""
     peer = peer_side("torch_peers.training_pipeline", "--task", task, workers=STAGES, servers=0)
-    return _compare({PEER: peer, OURS: _ours(task, "all_reduce")}, task, pairs, seconds)
+    return _compare({PEER: peer, OURS: _ours(task, "all_reduce", same_host)}, task, pairs, seconds)
 
 
-def run_pushed(task: str, pairs: int, seconds: float) -> dict[str, list[Figures]]:
+def run_pushed(task: str, pairs: int, seconds: float, same_host: str) -> dict[str, list[Figures]]:
     """With the variables on servers, against those in the workers. Raises NumbersDiffer."""
-    return _compare({OURS: _ours(task, "all_reduce"), PUSHED: _ours(task, "parameter_server")}, task, pairs, seconds)
+    ours = {OURS: "all_reduce", PUSHED: "parameter_server"}
+    return _compare({name: _ours(task, between, same_host) for name, between in ours.items()}, task, pairs, seconds)
 
 
-def _ours(task: str, between: str) -> AbstractContextManager[Side]:
+def _ours(task: str, between: str, same_host: str) -> AbstractContextManager[Side]:
     settings = {
         "job.strategy": "pipeline",
         "job.between": between,
+        "worker.same_host": same_host,
         "job.pipeline.stages": STAGES,
         "job.pipeline.schedule": SCHEDULE,
         "job.pipeline.microbatches": MICROBATCHES,

@@ -58,7 +58,7 @@ def measure(worker: Program, exchange: str, steps: int, digests: set[str]) -> Fi
 def run(mbit_s: int, pairs: int, steps: int) -> dict[str, list[Figures]]:
     digests: set[str] = set()
     with link(mbit_s) as made:
-        place = {"bind": made.address, "prefix": made.prefix}
+        place = {"bind": made.address, "prefixes": [made.prefix]}
         with shardyard_side(PROGRAM, workers=1, settings={"worker.same_host": "never"}, **place, tls=False) as side:
             (worker,) = side.workers
             sides: dict[str, Callable[[], Figures]] = {
@@ -85,7 +85,7 @@ def _step_ms(answers: list[dict[str, Any]]) -> float:
 
 def run_large(mbit_s: int | None, pairs: int) -> dict[str, list[Figures]]:
     with link(mbit_s, segments=False) if mbit_s else nullcontext() as made:
-        place = {"bind": made.address, "prefix": made.prefix} if made else {}
+        place = {"bind": made.address, "prefixes": [made.prefix]} if made else {}
         sides: dict[str, Callable[[], Figures]] = {
             f"shardyard {exchange}": partial(measure_large, exchange, place, LARGE_STEPS) for exchange in SIDES
         }

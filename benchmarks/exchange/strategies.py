@@ -4,12 +4,13 @@
 
 mlp, 25m: the models and the checks of `training`.
 
-all_reduce: multi_worker_mirrored against DistributedDataParallel in its fastest form, both over gloo. pipeline: against
-torch.distributed.pipelining used bare. pushed: a pipeline with job.between parameter_server, and one server, against
-one with the variables in the workers. central: central_storage against parameter_server in mode sync with two servers,
-on one machine. recommender: a dense network and a table; multi_worker_mirrored, with the table on two servers, against
-parameter_server in mode sync, with all on the same two servers; both look ahead. Before the measurement the variables
-and rows of both sides are the same after some steps. Every process has one thread.
+all_reduce: multi_worker_mirrored against DistributedDataParallel in its fastest form, over gloo. machines: the same
+with two workers on each of two machines. pipeline: against torch.distributed.pipelining used bare. pushed: a pipeline
+with job.between parameter_server, and one server, against one with the variables in the workers. central:
+central_storage against parameter_server in mode sync with two servers, on one machine. recommender: a dense network and
+a table; multi_worker_mirrored, with the table on two servers, against parameter_server in mode sync, with all on the
+same two servers; both look ahead. Before the measurement the variables and rows of both sides are the same after some
+steps. Every process has one thread. With --over-gloo our workers share no memory with each other or with servers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from exchange import pipelines
+from exchange import machines, pipelines
 from exchange.training import ONE_THREAD, WORKERS, Trainers, run, show
 from harness.measuring.pairs import Figures, measure_pairs, ratios
 from harness.measuring.report import options_of
@@ -59,17 +60,17 @@ class Recommenders:
         check_falls(self._name, self._losses)
 
 
-def run_all_reduce(task: str, pairs: int, seconds: float) -> Results:
-    settings = {"job.strategy": MIRRORED}
+def run_all_reduce(task: str, pairs: int, seconds: float, same_host: str) -> Results:
+    settings = {"job.strategy": MIRRORED, "worker.same_host": same_host}
     ours = shardyard_side("shardyard.training", "--task", task, workers=WORKERS, settings=settings, tls=True)
     return run(task, "sync", pairs, seconds, ours, MIRRORED)
 
 
-def run_central(pairs: int, seconds: float) -> Results:
+def run_central(pairs: int, seconds: float, same_host: str) -> Results:
     with ExitStack() as stack:
         ready = {}
         for strategy, servers in ((SERVED, SERVERS), (CENTRAL, 1)):
-            settings = {"job.strategy": strategy, "job.consistency.mode": "sync"}
+            settings = {"job.strategy": strategy, "job.consistency.mode": "sync", "worker.same_host": same_host}
             side = shardyard_side(
                 "shardyard.training", "--task", "mlp", workers=WORKERS, servers=servers, settings=settings
             )
@@ -81,12 +82,13 @@ def run_central(pairs: int, seconds: float) -> Results:
         return results
 
 
-def run_recommender(pairs: int, seconds: float) -> Results:
+def run_recommender(pairs: int, seconds: float, same_host: str) -> Results:
     """Raises NumbersDiffer."""
     with ExitStack() as stack:
         ready = {}
         for strategy in (SERVED, MIRRORED):
             settings = {"job.strategy": strategy, "job.consistency.mode": "sync", "job.partitions": 2 * SERVERS}
+            settings["worker.same_host"] = same_host
             side = shardyard_side("shardyard.clicks", workers=WORKERS, servers=SERVERS, settings=settings)
             name = f"{strategy}, sync, recommender"
             ready[name] = Recommenders(stack.enter_context(side), name)
@@ -100,9 +102,11 @@ def run_recommender(pairs: int, seconds: float) -> Results:
         return results
 
 
-COMPARISONS: dict[str, Callable[[int, float], Results]] = {
+COMPARISONS: dict[str, Callable[[int, float, str], Results]] = {
     "all_reduce_mlp": partial(run_all_reduce, "mlp"),
     "all_reduce_25m": partial(run_all_reduce, "25m"),
+    "machines_mlp": partial(machines.run, "mlp"),
+    "machines_25m": partial(machines.run, "25m"),
     "pipeline_mlp": partial(pipelines.run, "mlp"),
     "pipeline_25m": partial(pipelines.run, "25m"),
     "pushed_mlp": partial(pipelines.run_pushed, "mlp"),
@@ -117,6 +121,7 @@ def main() -> None:
     parser = options_of(__doc__, pairs=7)
     parser.add_argument("--seconds", type=float, default=4.0, help="length of a measurement (4)")
     parser.add_argument("--only", nargs="+", choices=COMPARISONS, default=[*COMPARISONS], help="comparisons (all)")
+    parser.add_argument("--over-gloo", action="store_true", help="our workers share no memory")
     options = parser.parse_args()
     os.environ[ONE_THREAD] = "1"
     raw: Results = {}
@@ -124,7 +129,7 @@ def main() -> None:
     for name in options.only:
         # a step of the large model takes a third of a second: fewer pairs
         pairs = max(1, options.pairs // 2) if name.endswith("25m") else options.pairs
-        results = COMPARISONS[name](pairs, options.seconds)
+        results = COMPARISONS[name](pairs, options.seconds, "never" if options.over_gloo else "auto")
         raw |= results
         other, ours = results.values()
         found[name] = ratios(ours, other, "steps_per_s")

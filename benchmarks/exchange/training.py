@@ -90,7 +90,7 @@ class Trainers:
             self._side.ask("save", workers=1, path=str(folder / "before.npy"), settle=settle)
             self._side.ask("verify", steps=steps, folder=name)
             self._side.ask("save", workers=1, path=str(folder / "after.npy"), settle=settle)
-            gradients = [read(folder / f"gradients-{worker}.npy") for worker in range(WORKERS)]
+            gradients = [read(folder / f"gradients-{worker}.npy") for worker in range(len(self._side.workers))]
             before, after = read(folder / "before.npy"), read(folder / "after.npy")
             check_sum(before, after, gradients, lr=lr, mean=self._sync, steps=steps)
 

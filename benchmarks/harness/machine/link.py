@@ -32,8 +32,9 @@ class LinkUnavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """`address` is this end's; a command behind `prefix` runs at the other end."""
+    """`interface` and `address` are this end's; a command behind `prefix` runs at the other end."""
 
+    interface: str
     address: str
     prefix: tuple[str, ...]
 
@@ -62,7 +63,7 @@ def link(mbit_s: int | None = None, *, segments: bool = True) -> Iterator[Link]:
     try:
         for command in commands:
             _run(command)
-        yield Link(str(here), ("nsenter", f"--net=/run/netns/{name}"))
+        yield Link(name, str(here), ("nsenter", f"--net=/run/netns/{name}"))
     finally:
         for command in (f"ip link delete {name}", f"ip netns delete {name}"):
             with suppress(LinkUnavailable):

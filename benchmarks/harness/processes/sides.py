@@ -5,6 +5,7 @@ Owns: the processes of a side, and what they used of the machine during a measur
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import tempfile
@@ -81,12 +82,12 @@ def shardyard_side(
     servers: int = 1,
     settings: Mapping[str, object] | None = None,
     bind: str = "127.0.0.1",
-    prefix: Sequence[str] = (),
+    prefixes: Sequence[Sequence[str]] = ((),),
     tls: bool = True,
 ) -> Iterator[Side]:
     """A yard of processes on free ports of loopback, or of another address, and workers that join it, started behind
-    `prefix`. `settings` are the workers'; all others have their defaults. `tls`: False for comparisons over TCP with a
-    peer that encrypts nothing."""
+    `prefixes`, in turn. `settings` are the workers'; all others have their defaults. `tls`: False for comparisons over
+    TCP with a peer that encrypts nothing."""
     given: dict[str, object] = {"yard.servers": servers, "yard.workers": workers, "yard.bind": bind}
     given |= {"yard.coordinator_port": 0, "security.tls": tls, "security.insecure_network": not tls}
     with tempfile.TemporaryDirectory(prefix="shardyard-bench-") as folder, Programs() as programs:
@@ -101,7 +102,7 @@ def shardyard_side(
             options = [*arguments, "--workers", str(workers), "--settings", json.dumps(settings or {})]
             started = [
                 programs.start(module, *options, "--worker", str(worker), environment=environment, prefix=prefix)
-                for worker in range(workers)
+                for worker, prefix in zip(range(workers), itertools.cycle(prefixes), strict=False)
             ]
             programs.await_ready()
             processes = cluster.state.processes
@@ -137,15 +138,21 @@ def _explained(cluster: LocalCluster) -> Iterator[None]:
 
 @contextmanager
 def peer_side(
-    module: str, *arguments: str, workers: int, servers: int = 1, environment: Mapping[str, str] | None = None
+    module: str,
+    *arguments: str,
+    workers: int,
+    servers: int = 1,
+    environment: Mapping[str, str] | None = None,
+    prefixes: Sequence[Sequence[str]] = ((),),
 ) -> Iterator[Side]:
-    """A peer's processes, numbered from 0, the servers first. They meet in a file; no port is chosen here."""
+    """A peer's processes, numbered from 0, the servers first, started behind `prefixes`, in turn. They meet in a file;
+    no port is chosen here."""
     with tempfile.TemporaryDirectory(prefix="shardyard-bench-") as folder, Programs() as programs:
         world = servers + workers
         meeting = ["--world", str(world), "--rendezvous", str(Path(folder, "rendezvous"))]
         started = [
-            programs.start(module, "--rank", str(rank), *meeting, *arguments, environment=environment)
-            for rank in range(world)
+            programs.start(module, "--rank", str(rank), *meeting, *arguments, environment=environment, prefix=prefix)
+            for rank, prefix in zip(range(world), itertools.cycle(prefixes), strict=False)
         ]
         programs.await_ready()
         programs.pause()

@@ -1,0 +1,53 @@
+"""Replicas on two machines, two on each, against DistributedDataParallel over gloo: steps a second of all four.
+
+Part of `strategies`. The second machine is a network namespace behind a link of MBIT_S in both directions, and workers
+share memory with those of their own machine only. Checked as in `training`. Needs root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+
+from exchange.training import PEERS, Trainers
+from harness.machine.link import INSIDE, Link, link
+from harness.measuring.pairs import Figures, measure_pairs
+from harness.processes.sides import peer_side, shardyard_side
+
+OURS = "multi_worker_mirrored"
+WORKERS = 4
+MBIT_S = 1_000
+MACHINES = ("first", "second")
+
+
+def run(task: str, pairs: int, seconds: float, same_host: str) -> dict[str, list[Figures]]:
+    """Raises NumbersDiffer, LinkUnavailable."""
+    peer, program, _, arguments = PEERS[task, "sync"]
+    with link(MBIT_S, segments=False) as made, ExitStack() as stack:
+        settings = {"job.strategy": OURS, "worker.same_host": same_host}
+        both = {
+            peer: peer_side(program, "--task", task, *arguments, workers=WORKERS, servers=0, prefixes=_prefixes(made)),
+            OURS: shardyard_side(
+                *("shardyard.training", "--task", task, "--machines", *MACHINES),
+                workers=WORKERS,
+                settings=settings,
+                bind=made.address,
+                prefixes=_prefixes(made),
+            ),
+        }
+        trainers = {
+            f"{name}, sync, machines {task}": Trainers(stack.enter_context(side), task, "sync", name)
+            for name, side in both.items()
+        }
+        results = measure_pairs({name: partial(each.measure, seconds) for name, each in trainers.items()}, pairs)
+        for each in trainers.values():
+            each.check_falls()
+        return results
+
+
+def _prefixes(made: Link) -> Sequence[Sequence[str]]:
+    """What each worker is started behind."""
+    interface = "env", f"GLOO_SOCKET_IFNAME={made.interface}"
+    there = *made.prefix, "env", f"GLOO_SOCKET_IFNAME={INSIDE}"
+    return (interface, interface, there, there)
