@@ -72,6 +72,10 @@ def open_channel(
     return grpc.secure_channel(address, shown, options=(*options, ("grpc.ssl_target_name_override", host_of(role))))
 
 
+_PLAIN: Final = "WRONG_VERSION_NUMBER"
+"""What gRPC says of an answer without TLS."""
+
+
 def explain_failure(
     said: str, peer: str, *, own: Pem | None, address: str, unavailable: type[errors.Unavailable]
 ) -> errors.NotTrusted | errors.Unavailable | None:
@@ -88,7 +92,7 @@ def explain_failure(
     # a peer that does not trust the caller's certificate closes the connection without a reason
     found = None if own is None else _wrong_times(said, peer, own, was_closed=was_closed)
     # only the coordinator changes last, so a later certificate of another member says nothing
-    is_refused = "SSL_ERROR_SSL" in said or (was_closed and is_coordinator)
+    is_refused = ("SSL_ERROR_SSL" in said and _PLAIN not in said) or (was_closed and is_coordinator)
     if found is None and own is not None and is_refused and _was_rotated(own, address):
         found = errors.NotTrusted(
             f"{peer}: its certificate is of another authority of this yard than that of this process",
@@ -133,7 +137,7 @@ def _foreign(said: str, peer: str, own: Pem | None, address: str, *, was_closed:
             f"{peer}: the certificate there is for another role",
             todo="check the address: another member of the yard listens there",
         )
-    if "WRONG_VERSION_NUMBER" in said:
+    if _PLAIN in said:
         return errors.NotTrusted(f"{peer} does not use TLS", todo="set security.tls to the same value everywhere")
     if "SSL_ERROR_SSL" in said:
         return errors.NotTrusted(

@@ -25,7 +25,7 @@ class WorkerSettings(Section):
     same_host: Literal["auto", "never"] = Field(
         default="auto",
         description="auto: payloads to and from servers on this machine are in shared memory, and so is what"
-        " the workers of replicas send each other if all are on this machine; never: it travels over the network.",
+        " the workers of replicas on this machine sum with each other; never: it travels over the network.",
     )
     exchange: Literal["blocking", "overlapped", "delayed"] = Field(
         default="blocking",

@@ -82,10 +82,12 @@ class Collectives:
         """The name of torch's backend."""
         return self._session.job_settings.collectives
 
-    @property
-    def way(self) -> str:
-        """How tensors are summed, in words."""
-        return self._connection.way(self.backend)
+    def way_of(self, tensors: Sequence[torch.Tensor]) -> str:
+        """How these are summed, in words."""
+        way, rest = self._connection.way(self.backend), f"over {self.backend}"
+        if all(SharedSums.fits(each) for each in tensors):
+            return way
+        return rest if not any(SharedSums.fits(each) for each in tensors) else f"{way}; some {rest}"
 
     def show(self, way: str) -> None:
         """The log and the status of the yard say that gradients are summed in that way."""

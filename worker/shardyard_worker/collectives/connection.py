@@ -40,8 +40,8 @@ TIMEOUT: Final = datetime.timedelta(seconds=60)
 class Connection:
     """`everyone`: torch's process group of all members. `members`: those of this machine with which this one shares
     memory; None: with none. `firsts`: torch's process group of the first member of each machine, if tensors are summed
-    inside machines first and this is such a member. `machines`: on how many machines the members are that share memory
-    with those of their machine; 0: they share none."""
+    inside machines first and this is such a member. `machines`: how many such machines there are; 0: nobody shares
+    memory. A member that shares with nobody counts as a machine."""
 
     everyone: Any
     members: SharedMembers | None = None

@@ -1,4 +1,4 @@
-"""Memory that the members of a group share, if all are on one machine, and what each of them counts in it.
+"""Memory that the members of a group share that are on one machine, and what each of them counts in it.
 
 A member writes its own memory only, and reads that of the others. It says how far it has come by a number in its
 header, which it writes after what the number speaks of: x86 processors show a member's stores to others in their order,
@@ -29,12 +29,16 @@ from shardyard_worker.collectives.group_store import GroupLost
 Array = npt.NDArray[Any]
 
 LARGEST_BYTES: Final = 4 << 20
-"""Of a tensor that goes through memory. gloo has threads of its own for larger ones."""
+"""Of a tensor that goes through memory as a whole. On one machine gloo takes larger ones, by threads of its own."""
 ALIGN: Final = 64
 NUMBERS: Final = 512
 """In the header, of eight bytes each."""
 LEFT: Final = 0
 """The place of the number that says that a member has left."""
+WRITTEN, REDUCED, TAKEN, SUMMED = 8, 16, 24, 32
+"""Places of the numbers of sums, each in a cache line of its own."""
+SENT: Final = 40
+"""The place of the first number of messages."""
 _HEADER_BYTES: Final = 8 * NUMBERS
 _LOOK_S: Final = 5e-5, 1e-3
 """The pauses between two looks at a number: at first, and after a while."""

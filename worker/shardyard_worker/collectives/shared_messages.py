@@ -15,15 +15,13 @@ from typing import Any, Final
 
 import torch
 
-from shardyard_worker.collectives.shared_members import ALIGN, LARGEST_BYTES, Array, SharedMembers
+from shardyard_worker.collectives.shared_members import ALIGN, LARGEST_BYTES, SENT, Array, SharedMembers
 
 RING_BYTES: Final = 2 * LARGEST_BYTES
 """Of a member's memory for what it sends to another one."""
 MEMBERS_MAX: Final = 224
-_SENT: Final = 32
-"""The place in the header of what was written for the first member."""
-_COPIED: Final = _SENT + MEMBERS_MAX
-"""That of what was copied from the first member."""
+_COPIED: Final = SENT + MEMBERS_MAX
+"""The place in the header of what was copied from the first member. At SENT is what was written for it."""
 
 
 class _Ring:
@@ -117,7 +115,7 @@ class SharedMessages:
             if any(first < end and begin < last for _, first, last in ring.used):
                 return
             self._bytes(self._members.place, place, begin, array.nbytes)[:] = array
-            self._own[_SENT + place] = number
+            self._own[SENT + place] = number
             ring.used.append((number, begin, end))
             waiting.popleft()
 
@@ -139,7 +137,7 @@ class SharedMessages:
         pending = self._receiving[place]
         while pending and pending[0].number <= receive.number:
             each = pending[0]
-            self._members.wait([place], _SENT + self._members.place, each.number, self._write_all)
+            self._members.wait([place], SENT + self._members.place, each.number, self._write_all)
             self._copy(each)
             self._own[_COPIED + place] = each.number
             pending.popleft()

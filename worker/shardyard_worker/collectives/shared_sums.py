@@ -3,12 +3,14 @@
 gloo sends everything over loopback, which takes a processor several times as long as the sum itself. Here each member
 writes its tensor into memory that the others read. Then each adds up a part of it, and copies the parts of the others:
 
+    begun     when its place in the memory is free, a member writes the tensor there
     written   when all members have written the tensor, each adds up its part, in the order of the members
     reduced   when all parts are there, each copies them into its tensor (each adds up all of a small one)
     summed    with other machines: the first member adds up with the first members of those, the others copy from it
-    taken     when all members have the sum, the memory is used again
+    taken     when all members have the sum, its place is free
 
-Each member counts the sums that have come so far. Sums take these steps in their order, one behind another.
+Each member counts the sums that have come so far. Sums take these steps in their order, one behind another. To begin a
+sum never waits: that is done within a backward.
 
 Invariant: a sum has the same bits in each member. Must not know: groups, what is summed, how machines are connected.
 """
@@ -23,15 +25,22 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from shardyard_worker.collectives.shared_members import ALIGN, LARGEST_BYTES, Array, SharedMembers
+from shardyard_worker.collectives.shared_members import (
+    ALIGN,
+    LARGEST_BYTES,
+    REDUCED,
+    SUMMED,
+    TAKEN,
+    WRITTEN,
+    Array,
+    SharedMembers,
+)
 
 _DTYPES: Final = (torch.float32, torch.float64, torch.int64)
 WHOLE_BYTES: Final = 8 << 10
 """Each member adds up all of a small tensor, which takes less time than to wait for the others' parts."""
 SUMS_BYTES: Final = 6 * LARGEST_BYTES
 """Of the tensors that are being summed."""
-_WRITTEN, _REDUCED, _TAKEN, _SUMMED = 8, 16, 24, 32
-"""Places of numbers in the header, each in a cache line of its own."""
 _FIRST: Final = 0
 """The place of the member that sums with other machines."""
 
@@ -70,11 +79,12 @@ class SharedSums:
         self._between = between
         self._is_first = members.place == _FIRST
         self._meanwhile: Callable[[], object] = _do_nothing if between is None else self._advance
-        """Called when there may be something to do for other machines, which wait for it."""
+        """Called between two looks. With other machines there is something to do then: they wait for it."""
         self._own = members.counts[members.place]
         self._all = range(members.size)
         self._begun = self._end = 0
         """The number of the newest sum, and the end of its memory."""
+        self._waiting: deque[SharedSum] = deque()
         self._written: deque[SharedSum] = deque()
         self._reduced: deque[SharedSum] = deque()
         self._summed: deque[SharedSum] = deque()
@@ -94,29 +104,34 @@ class SharedSums:
         begin the same sums in the same order. Raises GroupLost."""
         flat = tensor.detach().view(-1)
         array = flat.numpy()
+        begin = -(-self._end // ALIGN) * ALIGN
+        if begin + array.nbytes > SUMS_BYTES:
+            begin = 0
         self._begun += 1
-        found = SharedSum(self._begun, flat, array, self._room(array.nbytes))
-        self._memory(self._members.place, found)[:] = array
-        self._own[_WRITTEN] = self._begun
-        self._written.append(found)
-        self._meanwhile()
+        self._end = begin + array.nbytes
+        found = SharedSum(self._begun, flat, array, begin)
+        self._waiting.append(found)
+        if self._between is None:
+            self._write()
+        else:
+            self._advance()
         return found
 
-    def _room(self, nbytes: int) -> int:
-        """The begin of so much memory, the same in all members, which none needs any more for an earlier sum."""
-        begin = -(-self._end // ALIGN) * ALIGN
-        if begin + nbytes > SUMS_BYTES:
-            begin = 0
-        self._end = end = begin + nbytes
-        taken = self._counted(_TAKEN)
+    def _write(self) -> None:
+        """The tensors of sums that have begun, as far as their memory is free."""
+        while self._waiting and not self._needed_for(self._waiting[0]):
+            work = self._waiting.popleft()
+            self._memory(self._members.place, work)[:] = work.array
+            self._used.append((work.number, work.at, work.at + work.array.nbytes))
+            self._own[WRITTEN] = work.number
+            self._written.append(work)
+
+    def _needed_for(self, work: SharedSum) -> int:
+        """The newest sum that all members must have before the memory of this one is free; 0: it is free."""
+        taken, begin, end = self._counted(TAKEN), work.at, work.at + work.array.nbytes
         while self._used and self._used[0][0] <= taken:
             self._used.popleft()
-        while any(first < end and begin < last for _, first, last in self._used):
-            number = self._used.popleft()[0]
-            self._finish(number)
-            self._members.wait(self._all, _TAKEN, number, self._meanwhile)
-        self._used.append((self._begun, begin, end))
-        return begin
+        return max((number for number, first, last in self._used if first < end and begin < last), default=0)
 
     def _memory(self, place: int, work: SharedSum) -> Array:
         memory = self._members.memory[place]
@@ -133,32 +148,39 @@ class SharedSums:
     def _finish(self, number: int) -> None:
         """All sums up to this one."""
         self._advance()
-        while True:
-            if self._summed:
-                oldest, places, which = self._summed[0], range(_FIRST, _FIRST + 1), _SUMMED
-            elif self._reduced:
-                oldest, places, which = self._reduced[0], self._all, _REDUCED
-            elif self._written:
-                oldest, places, which = self._written[0], self._all, _WRITTEN
-            else:
-                return
+        while (awaited := self._awaited()) is not None:
+            oldest, places, which, count = awaited
             if oldest.number > number:
                 return
-            self._members.wait(places, which, oldest.number, self._meanwhile)
+            self._members.wait(places, which, count, self._meanwhile)
             self._advance()
+
+    def _awaited(self) -> tuple[SharedSum, Sequence[int], int, int] | None:
+        """The oldest sum under way, and how far which members must come before something can be done with it."""
+        if self._summed:
+            return self._summed[0], (_FIRST,), SUMMED, self._summed[0].number
+        if self._reduced:
+            return self._reduced[0], self._all, REDUCED, self._reduced[0].number
+        if self._written:
+            return self._written[0], self._all, WRITTEN, self._written[0].number
+        if self._waiting:
+            return self._waiting[0], self._all, TAKEN, self._needed_for(self._waiting[0])
+        return None
 
     def _advance(self) -> None:
         """Does what can be done now of the sums under way. Raises GroupLost."""
+        if self._waiting:
+            self._write()
         if self._written:
-            written = self._counted(_WRITTEN)
+            written = self._counted(WRITTEN)
             while self._written and self._written[0].number <= written:
                 self._add_up(self._written.popleft())
         if self._reduced:
-            reduced = self._counted(_REDUCED)
+            reduced = self._counted(REDUCED)
             while self._reduced and (self._reduced[0].is_whole or self._reduced[0].number <= reduced):
                 self._collect(self._reduced.popleft())
         while self._summed and self._has_sum(self._summed[0]):
-            self._own[_TAKEN] = self._summed.popleft().number
+            self._own[TAKEN] = self._summed.popleft().number
 
     def _add_up(self, work: SharedSum) -> None:
         """This member's part."""
@@ -169,7 +191,7 @@ class SharedSums:
             inputs[self._members.place][part] = work.array[part]  # no other member reads this part before
         elif self._between is None or self._is_first:
             _add(inputs, work.array)
-        self._own[_REDUCED] = work.number
+        self._own[REDUCED] = work.number
         self._reduced.append(work)
 
     def _part(self, place: int, work: SharedSum) -> slice:
@@ -184,7 +206,7 @@ class SharedSums:
                     part = self._part(each, work)
                     work.array[part] = self._memory(each, work)[part]
         if self._between is None:
-            self._own[_TAKEN] = work.number
+            self._own[TAKEN] = work.number
             return
         if self._is_first:
             work.between = self._between.begin(work.tensor)
@@ -193,7 +215,7 @@ class SharedSums:
     def _has_sum(self, work: SharedSum) -> bool:
         """Whether the tensor has the sum over all machines."""
         if not self._is_first:
-            if self._members.counts[_FIRST][_SUMMED] < work.number:
+            if self._members.counts[_FIRST][SUMMED] < work.number:
                 return False
             work.array[:] = self._memory(_FIRST, work)
             return True
@@ -202,15 +224,17 @@ class SharedSums:
         assert self._between is not None
         self._between.end(work.between)
         self._memory(_FIRST, work)[:] = work.array
-        self._own[_SUMMED] = work.number
+        self._own[SUMMED] = work.number
         return True
 
     def check(self) -> None:
-        """Raises GroupLost if a sum under way will not end."""
-        for each in (self._written, self._reduced, self._summed):
-            if each:
-                self._members.check(self._all, _WRITTEN, each[-1].number)
-                return
+        """Raises GroupLost if a sum under way will not end. Does what can be done of them."""
+        self._advance()
+        awaited = self._awaited()
+        if awaited is not None:
+            _, places, which, count = awaited
+            self._members.check(places, which, count)
+            self._members.check(self._all, WRITTEN, self._begun)
 
 
 def _do_nothing() -> None:

@@ -22,6 +22,7 @@ import torch
 
 from shardyard.codecs.format.finiteness import scale, warm
 from shardyard_worker.collectives.collectives import Collectives
+from shardyard_worker.collectives.group_store import GroupLost
 from shardyard_worker.replicas.ordered_rows import padded
 
 FIRST_BYTES: Final = 1 << 20
@@ -70,6 +71,8 @@ class GradientBuckets:
         self._weight: float | None = None
         """What `early_weight` has said when the first gradient of the backward came."""
         self._next = 0
+        self._lost: GroupLost | None = None
+        """Why what was to be sent within the backward was not."""
         self._has_sum = False
         """Whether the buckets have gradients of another of this worker's ranks."""
         self._divisor = 1.0
@@ -89,7 +92,7 @@ class GradientBuckets:
     @property
     def fingerprint(self) -> str:
         """What is summed, in words; the same in all members that can sum with each other."""
-        sizes = ", ".join(f"{bucket.size} {bucket.flat.dtype}" for bucket in self._buckets)
+        sizes = ", ".join(f"{each.size} {each.flat.dtype} on {each.flat.device.type}" for each in self._buckets)
         return f"gradients of {len(self._targets)} parameters in {sizes}"
 
     def close(self) -> None:
@@ -134,7 +137,7 @@ class GradientBuckets:
 
     def _way(self, collectives: Collectives) -> str:
         """How gradients are summed, in words."""
-        return collectives.way
+        return collectives.way_of([bucket.flat for bucket in self._buckets])
 
     def leave(self) -> None:
         """These members sum no more."""
@@ -142,7 +145,7 @@ class GradientBuckets:
 
     def clear(self) -> None:
         """Drops all gradients."""
-        self._next, self._has_sum, self._is_suspect = 0, False, False
+        self._next, self._lost, self._has_sum, self._is_suspect = 0, None, False, False
         self._sent.clear()
         for bucket in self._buckets:
             bucket.missing, bucket.work = len(bucket.indices), None
@@ -162,8 +165,11 @@ class GradientBuckets:
         self._sent[index] = (target.grad, target.grad._version)
         bucket = self._bucket_of[index]
         bucket.missing -= 1
-        while self._next < len(self._buckets) - 1 and not self._buckets[self._next].missing:
-            self._send_next()
+        try:
+            while self._lost is None and self._next < len(self._buckets) - 1 and not self._buckets[self._next].missing:
+                self._send_next()
+        except GroupLost as error:  # the script's backward is not to end because of it
+            self._lost = error
 
     def _send_next(self) -> None:
         assert self.collectives is not None
@@ -206,7 +212,9 @@ class GradientBuckets:
         self._has_sum = True
 
     def send(self) -> None:
-        """Begins to sum all buckets that are not under way."""
+        """Begins to sum all buckets that are not under way. Raises GroupLost."""
+        if self._lost is not None:
+            raise self._lost
         while self._next < len(self._buckets):
             self._send_next()
 

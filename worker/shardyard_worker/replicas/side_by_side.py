@@ -8,6 +8,7 @@ not know: how gradients are computed, steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 
@@ -25,7 +26,10 @@ class SideBySide:
         self.all = collectives
         self._first = collectives.place // size * size
         self.inside = collectives.among(range(self._first, self._first + size))
-        self.beside = collectives.among(range(collectives.place % size, collectives.size, size))
+        with ExitStack() as undone:
+            undone.callback(self.inside.leave)
+            self.beside = collectives.among(range(collectives.place % size, collectives.size, size))
+            undone.pop_all()
         self._sums: GradientBuckets | None = None
 
     @property

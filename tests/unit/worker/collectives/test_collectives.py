@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import datetime
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from shardyard.domain.ids import Incarnation
 from shardyard.domain.replica_groups import ReplicaGroup
 from shardyard_worker.collectives.collectives import Collectives
+from shardyard_worker.collectives.connection import Connection
 from shardyard_worker.collectives.group_store import GroupLost
 
 
@@ -17,6 +20,7 @@ class Session:
     """All members live."""
 
     lost_replica_generation = 0
+    job_settings = SimpleNamespace(collectives="gloo")
 
     def check(self) -> None:
         """Nothing is wrong."""
@@ -60,6 +64,20 @@ def test_failure_is_seen_before_the_operation_is_waited_for() -> None:
         work.wait()
     with pytest.raises(GroupLost, match="Connection closed by peer"):
         collectives.check_begun()
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "told"),
+    [
+        ([torch.float32, torch.float64], "inside each of 2 machines, then between them over gloo"),
+        ([torch.float32, torch.bfloat16], "inside each of 2 machines, then between them over gloo; some over gloo"),
+        ([torch.bfloat16], "over gloo"),
+    ],
+)
+def test_way_of_tensors_that_memory_cannot_sum(dtypes: list[torch.dtype], told: str) -> None:
+    found = waiting_for(LateWork())
+    found._connection = Connection(object(), machines=2)
+    assert found.way_of([torch.zeros(1, dtype=each) for each in dtypes]) == told
 
 
 def test_operation_that_fails_ends_the_group() -> None:

@@ -37,6 +37,8 @@ def given(place: int, number: int, size: int, dtype: np.dtype[Any]) -> np.ndarra
 
 SIZES = [1, 7, 1_000, WHOLE_BYTES // 4, WHOLE_BYTES // 4 + 1, 100_003, LARGEST_BYTES // 4, 3, LARGEST_BYTES // 4 - 1]
 SIZES += [50_001] * 80  # the memory is used several times
+LARGEST = [LARGEST_BYTES // 4] * (SUMS_BYTES // LARGEST_BYTES + 2)
+"""More than there is memory for at a time."""
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -113,14 +115,15 @@ def not_first() -> Between:
 
 
 @pytest.mark.parametrize("ahead", [1, 4, 40])
-def test_first_member_sums_with_other_machines(ahead: int) -> None:
+@pytest.mark.parametrize("sizes", [SIZES, LARGEST], ids=["of all sizes", "large"])
+def test_first_member_sums_with_other_machines(sizes: list[int], ahead: int) -> None:
     def run(place: int) -> Callable[[SharedMembers], object]:
         def sum_all(members: SharedMembers) -> list[bool]:
             sums = SharedSums(members, not_first() if place else OtherMachine().between)
             found = []
-            for at in range(0, len(SIZES), ahead):
+            for at in range(0, len(sizes), ahead):
                 begun = []
-                for number, size in enumerate(SIZES[at : at + ahead], at):
+                for number, size in enumerate(sizes[at : at + ahead], at):
                     tensor = torch.from_numpy(given(place, number, size, np.dtype(np.float32)))
                     begun.append((number, tensor, sums.begin(tensor)))
                 for number, tensor, work in reversed(begun):
@@ -133,7 +136,7 @@ def test_first_member_sums_with_other_machines(ahead: int) -> None:
 
     with processes() as start:
         for found in start(*(run(place) for place in range(3)), nbytes=SUMS_BYTES).results():
-            assert found == [True] * len(SIZES)
+            assert found == [True] * len(sizes)
 
 
 @pytest.mark.parametrize("size", [10, 10_000], ids=["small", "large"])
@@ -236,7 +239,8 @@ def test_frozen_member_ends_the_sum_when_it_is_declared_dead(members: Callable[.
     assert group.result(0) == "it is declared dead"
 
 
-def test_loss_is_seen_before_the_sum_is_waited_for(members: Callable[..., Processes]) -> None:
+@pytest.mark.parametrize("begun", [0, 1], ids=["before it has begun", "after it has begun"])
+def test_loss_is_seen_before_the_sum_is_waited_for(members: Callable[..., Processes], begun: int) -> None:
     def begin_and_look(sums: SharedSums) -> None:
         sums.wait(sums.begin(torch.zeros(10_000)))
         sums.begin(torch.zeros(10_000))
@@ -244,7 +248,33 @@ def test_loss_is_seen_before_the_sum_is_waited_for(members: Callable[..., Proces
             sums.check()
             time.sleep(0.01)
 
-    assert "is gone" in members(begin_and_look, sum_and_stop(signal.SIGKILL)).result(0)
+    def begin_and_die(sums: SharedSums) -> None:
+        sums.wait(sums.begin(torch.zeros(10_000)))
+        for _ in range(begun):
+            sums.begin(torch.zeros(10_000))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert "is gone" in members(begin_and_look, begin_and_die).result(0)
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_to_begin_a_sum_waits_for_nobody(machines: int) -> None:
+    """Whatever others have done: it is called within the backward."""
+
+    def begin_all(members: SharedMembers) -> list[float]:
+        sums = SharedSums(members, None if machines == 1 else not_first() if members.place else OtherMachine().between)
+        tensors = [torch.from_numpy(np.full(size, at + 1.0, np.float32)) for at, size in enumerate(LARGEST)]
+        wait, members.wait = members.wait, None  # type: ignore[method-assign, assignment]
+        begun = [sums.begin(each) for each in tensors]
+        members.wait = wait  # type: ignore[method-assign]
+        for work in begun:
+            sums.wait(work)
+        return [float(each.numpy()[0]) for each in tensors]
+
+    with processes() as start:
+        first, second = start(begin_all, begin_all, nbytes=SUMS_BYTES).results()
+    elsewhere = [0.0 if machines == 1 else given(OTHER, at, 1, np.dtype(np.float32))[0] for at in range(len(LARGEST))]
+    assert first == second == [2.0 * (at + 1) + more for at, more in enumerate(elsewhere)]
 
 
 @pytest.mark.parametrize(
