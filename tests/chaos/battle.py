@@ -98,7 +98,7 @@ def script_arguments(plan: Plan, out: Path) -> list[str]:
     numbers = {"samples": SAMPLES, "batch-size": BATCH, "epochs": EPOCHS, "parts": parts}
     options = [text for name, number in numbers.items() for text in (f"--{name}", str(number))]
     chosen = {"tables": plan.tables, "forgetful": plan.forgetful, "look-ahead": plan.looks_ahead}
-    chosen |= {"train-step": plan.strategy.is_spread}
+    chosen |= {"train-step": plan.strategy.is_spread, "two-machines": plan.two_machines}
     chosen |= {"double": plan.strategy.uses_groups, "plain": plan.is_plain}
     options += [f"--{name}" for name in chosen if chosen[name]]
     return [str(SCRIPTS / "digits.py"), str(out), *options]

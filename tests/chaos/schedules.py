@@ -176,7 +176,8 @@ class Plan:
     whose wall clocks jump. `tables`: the model has embedding tables, whose rows a synchronous job in `hybrid` mode
     updates as they come; `looks_ahead`: the script says which rows it will look up; `forgetful`: one of the tables
     admits ids late, and its rows expire. `parts`: how many workers have a part of the model each; `replicas`: how many
-    times, side by side; `schedule`: of a pipeline; `pushes`: what workers have parts of is on the servers."""
+    times, side by side; `schedule`: of a pipeline; `pushes`: what workers have parts of is on the servers.
+    `two_machines`: workers with an even process id share memory, and so do the others."""
 
     sync: bool
     wal: bool
@@ -199,6 +200,7 @@ class Plan:
     replicas: int = 1
     schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
     pushes: bool = False
+    two_machines: bool = False
 
     @property
     def has_bits(self) -> bool:
@@ -254,6 +256,7 @@ class Plan:
                 (f"{self.schedule.value} in {self.parts} stages", self.strategy is Strategy.PIPELINE),
                 ("pushes to servers", self.pushes),
                 (f"{self.replicas} replicas side by side", self.replicas > 1),
+                ("two machines", self.two_machines),
                 (f"clocks of {', '.join(self.jumping)} jump", bool(self.jumping)),
             )
             if chosen
@@ -380,6 +383,8 @@ def draw(seed: int, strategy: Strategy = Strategy.PARAMETER_SERVER) -> Schedule:
         names += [MEMBER_DECK[(2 * turn + number) % len(MEMBER_DECK)][0] for number in range(2)]
     if strategy in STRATEGIES:
         names += [name for name, _ in COMING_AND_GOING[: 1 + strategy.uses_groups]]
+    if strategy.uses_groups and plan.same_host:
+        plan = replace(plan, two_machines=random.Random(f"{seed} machines").random() < 0.5)
     kinds = dict((*DECK, *MEMBER_DECK, *COMING_AND_GOING))
     chance.shuffle(names)
     width = 0.65 / len(names)

@@ -19,6 +19,7 @@ from sklearn.datasets import load_digits
 from torch.utils.data import TensorDataset
 
 import shardyard as sy
+from shardyard_worker.collectives import shared_members
 
 FAR = 1_000_003
 """Between the ids of two samples' rows."""
@@ -120,9 +121,12 @@ def main() -> None:
     parser.add_argument("--double", action="store_true", help="compute in float64")
     parser.add_argument("--plain", action="store_true", help="without BatchNorm and Dropout")
     parser.add_argument("--train-step", action="store_true", help="take steps by job.train_step")
+    parser.add_argument("--two-machines", action="store_true", help="share memory with processes of the same parity")
     parser.add_argument("--pause-ms", type=float, default=0)
     parser.add_argument("--gate", type=Path, help="wait until this file is there before the job is joined")
     options = parser.parse_args()
+    if options.two_machines:
+        shared_members.this_machine = lambda: f"machine {os.getpid() % 2}"
     parent = os.getppid()
     while options.gate is not None and not options.gate.exists():
         if os.getppid() != parent:
