@@ -161,7 +161,6 @@ ALLOWED: Final[dict[str, str]] = {
     "worker/collectives/shared_messages.py:SharedMessages.finish:wait": OUTSIDE,
     "worker/collectives/shared_messages.py:SharedMessages.flush:wait": OUTSIDE,
     "worker/collectives/shared_sums.py:SharedSums._finish:wait": OUTSIDE,
-    "worker/collectives/shared_sums.py:SharedSums._room:wait": OUTSIDE,
     "worker/consistency/groups/replica_strategy.py:ReplicaStrategy._copy_replica:wait": OUTSIDE,
     "worker/consistency/groups/spread.py:SpreadStrategy._sum:wait": OUTSIDE,
     "worker/consistency/groups/spread.py:SpreadStrategy._take_facts:wait": OUTSIDE,
