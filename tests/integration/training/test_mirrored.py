@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import datetime
 import errno
-import sys
 import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from itertools import chain, repeat
 from pathlib import Path
 from threading import Barrier
@@ -24,88 +22,24 @@ from shardyard.config import configuration
 from shardyard.domain import errors
 from shardyard.domain.replica_groups import TakenStep
 from shardyard.runtime.failpoints import armed
-from shardyard_worker.collectives import collectives, shared_members, shared_sums
-from shardyard_worker.collectives.collectives import Collectives
-from shardyard_worker.collectives.group_store import GroupLost
-from shardyard_worker.collectives.shared_members import LARGEST_BYTES, OfferedMemory, SharedMembers
-from shardyard_worker.collectives.shared_sums import WHOLE_BYTES, SharedSums
+from shardyard_worker.collectives.shared_sums import SharedSums
 from shardyard_worker.exchange.optimizer_exchange import OptimizerExchange
 from shardyard_worker.replicas import gradient_buckets
 from shardyard_worker.replicas.gradient_buckets import GradientBuckets
-from tests.support.alone import Counted, local_yard, status, workers_of
+from tests.support.alone import Counted, local_yard, status
+from tests.support.mirrored import (
+    BATCH,
+    EPOCHS,
+    MIRRORED,
+    SAMPLES,
+    SERVERS,
+    Losses,
+    Values,
+    losses_of,
+    ranks,
+    side_by_side,
+)
 from tests.support.waiting import wait_until
-
-MIRRORED: Mapping[str, object] = {
-    "job.strategy": "multi_worker_mirrored",
-    "membership.heartbeat_ms": 20,
-    "job.rank_grace_ms": 5_000,
-    "job.partitions": 4,
-    "job.checkpoint.url": "never",
-}
-SERVERS: Mapping[str, object] = {**MIRRORED, "job.strategy": "parameter_server", "job.consistency.mode": "sync"}
-SAMPLES, BATCH, EPOCHS = 48, 3, 2
-
-
-def ranks(count: int) -> dict[str, object]:
-    return {"job.workers_expected": count, "job.consistency.logical_ranks": count}
-
-
-def side_by_side(workers: int, work: Callable[[int], Any]) -> list[Any]:
-    with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(work, range(workers)))
-
-
-class Losses:
-    """Trains a small network in float64, with BatchNorm, and notes each loss."""
-
-    def __init__(self, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -> None:
-        torch.manual_seed(3)
-        self._model = torch.nn.Sequential(
-            torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
-        ).double()
-        x = torch.randn(SAMPLES, 4, dtype=torch.float64)
-        self._data = TensorDataset(x, x.sum(1, keepdim=True).sin())
-        self._optimizer = optimizer
-
-    def train(self, job: sy.Job, **batches: Any) -> dict[int, float]:
-        """The losses of this worker's ranks, added up by step."""
-        model = copy.deepcopy(self._model)
-        model, optimizer = job.prepare(model, self._optimizer(model.parameters(), lr=0.02))
-        found: dict[int, float] = {}
-        with job:
-            for x, y in job.batches(self._data, batch_size=BATCH, epochs=EPOCHS, **batches):
-                loss = torch.nn.functional.mse_loss(model(x), y)
-                found[job.step] = found.get(job.step, 0.0) + loss.item()
-                loss.backward()
-                if job.step_due:
-                    optimizer.step()
-                    optimizer.zero_grad()
-        return found
-
-
-class Values(Losses):
-    """Also notes the final values, which all workers must have."""
-
-    values: list[list[float]]
-
-    def train(self, job: sy.Job, **batches: Any) -> dict[int, float]:
-        model = copy.deepcopy(self._model)
-        model, optimizer = job.prepare(model, self._optimizer(model.parameters(), lr=0.02))
-        with job:
-            for x, y in job.batches(self._data, batch_size=BATCH, epochs=EPOCHS, **batches):
-                torch.nn.functional.mse_loss(model(x), y).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        self.values = [each.flatten().tolist() for each in model.state_dict().values()]
-        return {0: 0.0}
-
-
-def losses_of(given: Mapping[str, object], workers: int, losses: Losses, **batches: Any) -> list[float]:
-    with local_yard(given) as (_, connect):
-        jobs = [connect() for _ in range(workers)]
-        found = side_by_side(workers, lambda at: losses.train(jobs[at], **batches))
-    steps = sorted({step for each in found for step in each})
-    return [sum(each.get(step, 0.0) for each in found) for step in steps]
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
@@ -214,148 +148,6 @@ def test_several_buckets_are_summed_in_one_order(
     wanted = losses_of({**SERVERS, **more}, workers, Losses())
     assert losses_of({**MIRRORED, **more}, workers, Losses()) == pytest.approx(wanted, rel=1e-9)
     assert bool(shared) is (same_host == "auto" and workers > 1)
-
-
-@pytest.mark.parametrize(
-    ("largest", "whole"), [(LARGEST_BYTES, WHOLE_BYTES), (32, WHOLE_BYTES), (32, 8)], ids=["whole", "pieces", "parts"]
-)
-@pytest.mark.parametrize("machines", ["aab", "aba", "abb", "abab", "abcb"])
-def test_sums_go_inside_machines_first(
-    alone: None, monkeypatch: pytest.MonkeyPatch, machines: str, largest: int, whole: int
-) -> None:
-    """Each worker is on a machine of this name. Then the bits are the same in all, and values those of servers.
-    `largest`: the bytes of a piece; above `whole` of them each member adds up a part."""
-    place, between = threading.local(), dict.fromkeys(machines, 0)
-    sum_between = Collectives._sum_between
-
-    def sum_noted(collectives: Collectives, tensor: torch.Tensor) -> Any:
-        assert tensor.nbytes <= largest
-        between[place.machine] += 1
-        return sum_between(collectives, tensor)
-
-    monkeypatch.setattr(Collectives, "_sum_between", sum_noted)
-    monkeypatch.setattr(shared_members, "this_machine", lambda: place.machine)
-    monkeypatch.setattr(collectives, "LARGEST_BYTES", largest)
-    monkeypatch.setattr(shared_sums, "WHOLE_BYTES", whole)
-    if whole < WHOLE_BYTES:  # some are sent within the backward
-        monkeypatch.setattr(gradient_buckets, "FIRST_BYTES", 64)
-        monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 128)
-    workers = len(machines)
-    values = [Values(torch.optim.SGD) for _ in machines]
-    with local_yard({**MIRRORED, **ranks(workers)}) as (_, connect):
-        jobs = [connect() for _ in machines]
-
-        def train(at: int) -> None:
-            place.machine = machines[at]
-            values[at].train(jobs[at])
-
-        side_by_side(workers, train)
-    assert all(each.values == values[0].values for each in values)
-    assert len({*between.values()}) == 1, "one member of each machine sums with the others"
-    assert between["a"] >= SAMPLES * EPOCHS // (workers * BATCH)
-    servers = Values(torch.optim.SGD)
-    losses_of({**SERVERS, **ranks(workers)}, workers, servers)
-    assert [*chain(*values[0].values)] == pytest.approx([*chain(*servers.values)], rel=1e-9, abs=1e-12)
-
-
-def test_group_that_is_lost_within_a_backward_does_not_end_the_script(
-    alone: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One of two members finds a loss when it begins the third sum of its hooks. Both form the next group."""
-    monkeypatch.setattr(gradient_buckets, "FIRST_BYTES", 64)
-    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 64)
-    calls = iter(range(10_000))
-    send_next = GradientBuckets._send_next
-
-    def lose_one(buckets: GradientBuckets) -> None:
-        if buckets is chosen[0] and next(calls) == 2:
-            lost.append(sys._getframe(1).f_code.co_name)
-            raise GroupLost("for the test")
-        send_next(buckets)
-
-    lost: list[str] = []
-    chosen: list[GradientBuckets] = []
-    monkeypatch.setattr(GradientBuckets, "join", joined_first(chosen))
-    monkeypatch.setattr(GradientBuckets, "_send_next", lose_one)
-    values = [Values(torch.optim.SGD) for _ in range(2)]
-    with local_yard({**MIRRORED, **ranks(2)}) as (_, connect):
-        jobs = [connect() for _ in range(2)]
-        side_by_side(2, lambda at: values[at].train(jobs[at]))
-    assert lost == ["_take_early"]
-    assert values[0].values == values[1].values
-    servers = Values(torch.optim.SGD)
-    losses_of({**SERVERS, **ranks(2)}, 2, servers)
-    assert [*chain(*values[0].values)] == pytest.approx([*chain(*servers.values)], rel=1e-9, abs=1e-12)
-
-
-def joined_first(chosen: list[GradientBuckets]) -> Callable[[GradientBuckets, Collectives], None]:
-    """GradientBuckets.join, which notes the first that joins."""
-    join, lock = GradientBuckets.join, threading.Lock()
-
-    def noted(buckets: GradientBuckets, members: Collectives) -> None:
-        with lock:
-            chosen.extend([] if chosen else [buckets])
-        join(buckets, members)
-
-    return noted
-
-
-@pytest.mark.parametrize("machines", ["aaa", "abb"])
-def test_all_use_gloo_if_one_cannot_open_the_memory_of_another(
-    alone: None, monkeypatch: pytest.MonkeyPatch, machines: str
-) -> None:
-    this, join = threading.local(), OfferedMemory.join
-
-    def refused(memory: OfferedMemory, *given: Any) -> SharedMembers:
-        joined = join(memory, *given)
-        if this.at != 2:
-            return joined
-        joined.leave()
-        raise errors.NotShareable("this one cannot")
-
-    monkeypatch.setattr(OfferedMemory, "join", refused)
-    monkeypatch.setattr(shared_members, "this_machine", lambda: machines[this.at])
-    monkeypatch.setattr(SharedSums, "begin", None)
-    values = [Values() for _ in machines]
-    with local_yard({**MIRRORED, **ranks(3)}) as (_, connect):
-        jobs = [connect() for _ in machines]
-
-        def train(at: int) -> None:
-            this.at = at
-            values[at].train(jobs[at])
-
-        side_by_side(3, train)
-    assert all(each.values == values[0].values for each in values)
-
-
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({}, "through shared memory, over gloo above 4 MiB"),
-        ({"worker.same_host": "never"}, "over gloo"),
-        ({"job.deterministic": True}, "in the order of the ranks over gloo"),
-        ({"job.all_reduce": "bf16"}, "in bf16 over gloo"),
-    ],
-    ids=lambda each: "" if isinstance(each, str) else "-".join(each) or "plain",
-)
-def test_status_says_how_gradients_are_summed(alone: None, given: Mapping[str, object], told: str) -> None:
-    """Until a worker is alone."""
-    with local_yard({**MIRRORED, **ranks(2), **given}) as (yard, connect):
-        jobs = [connect() for _ in range(2)]
-
-        def train(at: int) -> None:
-            counted = Counted(jobs[at], SAMPLES)
-            with jobs[at] as job:
-                for (index,) in job.batches(counted.data, batch_size=BATCH):
-                    if job.step == 1:
-                        wait_until(lambda: [each.sums for each in workers_of(yard)] == [told] * 2)
-                    if at and job.step == 2:
-                        return
-                    if job.step == 4:
-                        wait_until(lambda: [each.sums for each in workers_of(yard)] == [""])
-                    counted.step(index, 2.0)
-
-        side_by_side(2, train)
 
 
 def test_accumulated_gradients_count_as_one_step(alone: None) -> None:

@@ -15,8 +15,8 @@ from shardyard.domain import errors
 from shardyard_worker.consistency import step_versions
 from shardyard_worker.exchange.requests import PullSpec
 from shardyard_worker.exchange.server_group import ServerGroup
-from tests.integration.training.test_mirrored import MIRRORED, SERVERS, ranks, side_by_side
 from tests.support.alone import local_yard
+from tests.support.mirrored import MIRRORED, SERVERS, ranks, side_by_side
 
 SAMPLES, BATCH, EPOCHS, IDS, DIM = 60, 3, 5, 40, 4
 

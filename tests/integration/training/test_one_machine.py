@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integration.training.test_mirrored import MIRRORED, SERVERS, Losses, losses_of, ranks
+from tests.support.mirrored import MIRRORED, SERVERS, Losses, losses_of, ranks
 
 
 def test_steps_are_those_of_parameter_servers(alone: None) -> None:

@@ -50,7 +50,6 @@ class GroupStore(Store):
         super().__init__()
         self._session = session
         self._group = group
-        self._generation = group.generation
         self._check = check
         self._prefix = prefix
 
@@ -61,7 +60,7 @@ class GroupStore(Store):
     def set(self, key: str, value: bytes | str) -> None:
         content = value.encode() if isinstance(value, str) else bytes(value)
         request = wire.PutGroupKeyRequest(
-            caller=self._caller, generation=self._generation, key=self._prefix + key, value=content
+            caller=self._caller, generation=self._group.generation, key=self._prefix + key, value=content
         )
         with while_newest():
             self._session.ask(methods.PUT_GROUP_KEY, request, check=self._check)
@@ -71,9 +70,9 @@ class GroupStore(Store):
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         names = [self._prefix + key for key in keys]
-        request = wire.GetGroupKeysRequest(caller=self._caller, generation=self._generation, keys=names)
+        request = wire.GetGroupKeysRequest(caller=self._caller, generation=self._group.generation, keys=names)
         give_up = time.monotonic() + CONNECT_S
-        with self._session.wait_registry.over(lambda: f"members of replica group {self._generation} to connect"):
+        with self._session.wait_registry.over(lambda: f"members of replica group {self._group.generation} to connect"):
             while True:
                 with while_newest():
                     reply = self._session.ask(methods.GET_GROUP_KEYS, request, check=self._check)
@@ -81,7 +80,7 @@ class GroupStore(Store):
                     return list(reply.values)
                 self._check()
                 if time.monotonic() > give_up:
-                    raise GroupLost(f"the members of replica group {self._generation} have not found each other")
+                    raise GroupLost(f"the members of replica group {self._group.generation} have not found each other")
                 time.sleep(reply.retry_ms / 1000)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
