@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,10 +41,26 @@ def test_checkpoints_of_jobs_that_name_no_place_are_allowed_to_servers_that_are_
 def test_files_of_a_yard_are_this_users_alone(yard: RoleYard, probes: Probes, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     settings = {"coordinator": yard.address, "job__checkpoint__url": str(folder), "job__durability": "wal"}
-    finish(*probes.start("count", "--epochs", "2", **settings))
+    script, out = probes.start("count", "--epochs", "2", **settings)
+    modes: dict[Path, int] = {}
+    until = time.monotonic() + 90
+    while script.process.poll() is None:  # the logs of a job are deleted when it ends
+        assert time.monotonic() < until, script.output
+        modes |= modes_below(yard.state, folder)
+        time.sleep(0.05)
+    finish(script, out)
     yard.ended()
-    found = [path for top in (yard.state, folder) for path in (top, *top.rglob("*"))]
-    assert any(path.name == "manifest.json" or path.suffix == ".json" for path in found), found
-    assert any("wal" in path.parts for path in found), found
-    modes = {str(path): stat.S_IMODE(path.stat().st_mode) for path in found}
-    assert {path: oct(mode) for path, mode in modes.items() if mode & 0o077} == {}
+    modes |= modes_below(yard.state, folder)
+    assert any(path.name == "manifest.json" for path in modes), modes
+    assert any("wal" in path.parts and path.suffix == ".log" for path in modes), modes
+    assert {str(path): oct(mode) for path, mode in modes.items() if mode & 0o077} == {}
+
+
+def modes_below(*tops: Path) -> dict[Path, int]:
+    """The mode of each file and folder that is there. One that is deleted meanwhile is left out."""
+    found = {}
+    for folder, _, files in (each for top in tops for each in os.walk(top)):
+        for path in (Path(folder), *(Path(folder, name) for name in files)):
+            with contextlib.suppress(FileNotFoundError):
+                found[path] = stat.S_IMODE(path.stat().st_mode)
+    return found
