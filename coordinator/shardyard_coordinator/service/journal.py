@@ -50,7 +50,7 @@ ROOM_BYTES: Final = 8 << 20
 """Room that the journal's files have for records to come, each of both files. It lasts for some 10,000 data shards."""
 ROOM_OF_DISK: Final = 1 / 16
 """The room is at most this part of what is free on the disk."""
-LOG_PAGES: Final = 32, 256
+LOG_PAGES: Final = 16, 256
 """The least and most pages of SQLite's log that are written before it begins anew. So it needs half of its room."""
 FORMAT: Final = 3
 """The format of the file and of its records, in SQLite's user_version. A new file has 0."""
