@@ -255,6 +255,27 @@ def test_mistakes_are_refused_with_an_explanation(yard: LocalCluster, probes: Pr
         assert found["sampler"].startswith("job.sampler in an asynchronous job")
 
 
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_a_worker_that_leaves_a_data_set_before_the_others_is_refused(
+    yard: LocalCluster, probes: Probes, leaver: int
+) -> None:
+    """The one that learns of it is refused, whoever leads."""
+    given = ("two-sets", "--samples", "48", "--leavers", str(leaver))
+    started = start(probes, 2, *given, **settings(yard, f"leaves-alone-{leaver}"))
+    wait_for_any([script for script, _ in started], "InvalidRequest: the replica is in data set")
+    refused = next(script for script, _ in started if "InvalidRequest" in script.output)
+    assert refused.wait() != 0
+    assert place_of(refused) == 1
+    groups = sum(" in group " in line for line in refused.lines)
+    assert groups <= 4, refused.output
+
+
+def test_workers_leave_a_data_set_early_together(yard: LocalCluster, probes: Probes) -> None:
+    given = ("two-sets", "--samples", "48", "--leavers", "0", "1")
+    for script, out in start(probes, 2, *given, **settings(yard, "leave-together")):
+        assert finish(script, out)["computed"] == [3, 12]
+
+
 @pytest.mark.long
 def test_batch_that_kills_the_first_worker_of_a_pipeline_counts_in_no_stage(yard: LocalCluster, probes: Probes) -> None:
     common = settings(yard, "poison", job__data__poison_deaths=2)

@@ -337,6 +337,24 @@ def train_stage_counts(job: sy.Job, options: argparse.Namespace) -> dict[str, ob
     return {"counts": counts, "computed": computed}
 
 
+def train_two_sets(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
+    """The workers at some places of an asynchronous replica leave the first data set early."""
+    model = TwoCounts(options.samples, [])
+    job.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=4.0), loss=lambda output, target: (target - output).mean()
+    )
+    data = TensorDataset(torch.arange(options.samples), torch.zeros(options.samples))
+    computed = []
+    for leavers in (options.leavers, []):
+        computed.append(0)
+        for batch in job.batches(data, batch_size=4):
+            job.train_step(*batch)
+            computed[-1] += 1
+            if computed[-1] >= 3 and job._loop.strategy._inside.place in leavers:
+                break
+    return {"computed": computed}
+
+
 def train_rows(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
     optimizer = sy.tables.SGD(lr=1.0) if job.mode.value == "async" else sign_of_rows()
     expiry = sy.tables.Expiry(age_seconds=options.age_seconds)
@@ -455,6 +473,7 @@ MODES = {
     "tensor-counts": train_stage_counts,
     "stage-mistakes": make_mistakes,
     "cut-mistakes": make_mistakes_with_shards,
+    "two-sets": train_two_sets,
     "rows": train_rows,
     "words": train_words,
     "sums": train_sums,
@@ -486,6 +505,7 @@ def main() -> None:
     parser.add_argument("--age-seconds", type=float, default=0.0, help="rows go that were not pushed for so long")
     parser.add_argument("--own-handler", action="store_true", help="the script handles SIGTERM itself")
     parser.add_argument("--poison", type=int, default=-1, help="a sample that ends the first worker of a pipeline")
+    parser.add_argument("--leavers", type=int, nargs="*", default=[], help="places of two-sets")
     parser.add_argument("--lose", nargs=3, metavar=("PLACE", "PUSH", "SIGNAL"), help="one worker, before it pushes")
     parser.add_argument("--patient", action="store_true", help="does not notice by itself that a peer is frozen")
     parser.add_argument("--machine", default="", help="shares memory with scripts of the same name only")

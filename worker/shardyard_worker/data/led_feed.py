@@ -40,6 +40,8 @@ class LedFeed(AsyncFeed):
         """The leases that this worker has opened, and has not returned."""
         self._is_over = False
         """Whether this replica has gone through all data."""
+        self._was_ahead = False
+        """Whether the replica was in a former data set when this worker had a place."""
 
     def batches(self) -> Generator[Any, None, None]:
         try:
@@ -55,6 +57,7 @@ class LedFeed(AsyncFeed):
                     self._return_leases()
         finally:
             if not self._is_over:
+                self._strategy.left_early = self._number
                 self._strategy.leave_group()
         if self._session.drain.asked:
             return
@@ -165,7 +168,13 @@ class LedFeed(AsyncFeed):
     def _has_other_feed(self, number: int) -> NoReturn:
         """The leader is in that data set. Raises GroupLost, and InvalidRequest if both data sets have more batches."""
         what = f"the replica is in data set {number}, and this worker in {self._number}"
-        if number < self._number or self._ask().done:  # one of them has not learned yet that the first one is done
+        if number < self._number:
+            # once, the leader may not have learned yet that the data set is done, or may leave it at this batch
+            is_mistake = self._was_ahead and number == self._strategy.left_early
+            self._was_ahead = True
+        else:
+            is_mistake = not self._ask().done
+        if not is_mistake:
             raise GroupLost(what)
         raise InvalidRequest(
             what,

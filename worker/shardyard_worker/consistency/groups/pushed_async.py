@@ -54,6 +54,8 @@ class PushedAsync(RunsTogether, AsyncStrategy):
         """Whether a push of this member was refused, since it was last said. The others' may have been taken."""
         self._name: PushName | None = None
         """Of the last work that this worker was told of."""
+        self.left_early: int | None = None
+        """The newest data set (the number of its job.batches) that this worker left before its end."""
         self.weight_of_batch = lambda: None
 
     # ---- the group
