@@ -22,6 +22,7 @@ from shardyard.config import configuration
 from shardyard.domain import errors
 from shardyard.domain.replica_groups import TakenStep
 from shardyard.runtime.failpoints import armed
+from shardyard_worker.collectives.collectives import Collectives
 from shardyard_worker.collectives.shared_sums import SharedSums
 from shardyard_worker.exchange.optimizer_exchange import OptimizerExchange
 from shardyard_worker.replicas import gradient_buckets
@@ -88,6 +89,23 @@ def test_compressed_all_reduce_trains_almost_the_same(
     found = losses_of({**given, "job.all_reduce": how}, 3, Losses(torch.optim.SGD))
     assert found == pytest.approx(wanted, rel=within)
     assert found[-1] != wanted[-1]
+
+
+@pytest.mark.parametrize("how", ["plain", "bf16", "powersgd"])
+def test_each_wait_for_other_members_is_explained(alone: None, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setattr(gradient_buckets, "FIRST_BYTES", 64)
+    explained: list[bool] = []
+    wait = Collectives.wait
+
+    def waits(collectives: Collectives, work: Any) -> None:
+        explained.append(bool(collectives._session.wait_registry._waits))
+        wait(collectives, work)
+
+    monkeypatch.setattr(Collectives, "wait", waits)
+    given = {**MIRRORED, **ranks(2), "worker.same_host": "never"}
+    losses_of(given if how == "plain" else {**given, "job.all_reduce": how}, 2, Losses(torch.optim.SGD))
+    assert len(explained) > 8
+    assert all(explained)
 
 
 @pytest.mark.parametrize("extended", [False, True], ids=["plain", "extended"])

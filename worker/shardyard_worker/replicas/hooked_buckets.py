@@ -75,6 +75,7 @@ class HookedBuckets(GradientBuckets):
         self._kept: dict[int, torch.Tensor] = {}
         """What compression has kept back of each bucket's gradients."""
         super().__init__(targets, facts, facts_apart=True)
+        self.overlaps = how is not AllReduce.POWERSGD  # one bucket is waited for before the next is sent
 
     @property
     def is_suspect(self) -> bool:
