@@ -55,9 +55,11 @@ TRIED: dict[str, list[tuple[str, int, list[str]]]] = {
 class Trainers:
     """One side's workers, verified and warmed up."""
 
-    def __init__(self, side: Side, task: str, mode: str, name: str) -> None:
+    def __init__(self, side: Side, task: str, mode: str, name: str, lossy: float = 0.0) -> None:
+        """`lossy`: which part of a gradient compression may change."""
         self._side = side
         self._name = name
+        self._lossy = lossy
         self._sync = mode.startswith("sync")
         self.losses: list[float] = []
         self._verify(task)
@@ -92,7 +94,7 @@ class Trainers:
             self._side.ask("save", workers=1, path=str(folder / "after.npy"), settle=settle)
             gradients = [read(folder / f"gradients-{worker}.npy") for worker in range(len(self._side.workers))]
             before, after = read(folder / "before.npy"), read(folder / "after.npy")
-            check_sum(before, after, gradients, lr=lr, mean=self._sync, steps=steps)
+            check_sum(before, after, gradients, lr=lr, mean=self._sync, steps=steps, lossy=self._lossy)
 
 
 @contextmanager

@@ -176,16 +176,19 @@ def check_sum(
     lr: float,
     mean: bool,
     steps: int,
+    lossy: float = 0.0,
 ) -> None:
     """Raises NumbersDiffer unless `after` is `before` less `lr` times all workers' gradients, or their mean.
 
-    `gradients`: each worker's, summed over `steps` steps. The tolerance is what float32 loses in so many additions; one
-    worker's gradient of one step must be much larger, else nothing would be shown.
+    `gradients`: each worker's, summed over `steps` steps. `lossy`: which part of a gradient compression may change. The
+    tolerance is that, and what float32 loses in so many additions; one worker's gradient of one step must be much
+    larger, else nothing would be shown.
     """
     total = np.sum(gradients, axis=0) / (len(gradients) if mean else 1)
     off = float(np.abs(before - lr * total - after).max())
     additions = steps * (1 if mean else len(gradients))
     tolerance = (additions + 2) * float(np.finfo(np.float32).eps) * float(np.abs(after).max())
+    tolerance += lossy * lr * float(np.abs(total).max())
     typical = lr * float(np.abs(total).max()) / additions
     if tolerance > 0.1 * typical:
         raise NumbersDiffer(f"a lost gradient ({typical:.3g}) would not show beside the tolerance ({tolerance:.3g})")

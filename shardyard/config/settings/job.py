@@ -126,8 +126,8 @@ class JobSettings(Section):
         default=AllReduce.WHOLE,
         strict=False,
         description="With replicas: how gradients are compressed in the all-reduce, by the communication hooks of"
-        " DistributedDataParallel. whole: not at all. bf16, fp16: two bytes for each element. powersgd: two narrow"
-        " matrices for each gradient; what they lack is added to the next gradient.",
+        " DistributedDataParallel. whole: not at all. bf16, fp16: two bytes for each element that goes over the"
+        " network. powersgd: two narrow matrices for each gradient; what they lack is added to the next gradient.",
     )
     powersgd_rank: int = Field(
         default=1, ge=1, le=1_024, description="With all_reduce powersgd: the width of the two matrices."

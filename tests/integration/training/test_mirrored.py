@@ -84,7 +84,7 @@ def test_compressed_all_reduce_trains_almost_the_same(
 ) -> None:
     monkeypatch.setattr(gradient_buckets, "FIRST_BYTES", bucket_bytes)
     monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", bucket_bytes)
-    given = {**MIRRORED, **ranks(3)}
+    given = {**MIRRORED, **ranks(3), "worker.same_host": "never"}
     wanted = losses_of(given, 3, Losses(torch.optim.SGD))
     found = losses_of({**given, "job.all_reduce": how}, 3, Losses(torch.optim.SGD))
     assert found == pytest.approx(wanted, rel=within)

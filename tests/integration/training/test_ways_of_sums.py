@@ -15,6 +15,7 @@ from shardyard.domain import errors
 from shardyard_worker.collectives import collectives, shared_members, shared_sums
 from shardyard_worker.collectives.collectives import Collectives
 from shardyard_worker.collectives.group_store import GroupLost
+from shardyard_worker.collectives.hooked_sum import Hook
 from shardyard_worker.collectives.shared_members import LARGEST_BYTES, OfferedMemory, SharedMembers
 from shardyard_worker.collectives.shared_sums import WHOLE_BYTES, SharedSums
 from shardyard_worker.replicas import gradient_buckets
@@ -46,10 +47,10 @@ def test_sums_go_inside_machines_first(
     place, between = threading.local(), dict.fromkeys(machines, 0)
     sum_between = Collectives._sum_between
 
-    def sum_noted(collectives: Collectives, tensor: torch.Tensor) -> Any:
+    def sum_noted(collectives: Collectives, tensor: torch.Tensor, hook: Hook | None) -> Any:
         assert tensor.nbytes <= largest
         between[place.machine] += 1
-        return sum_between(collectives, tensor)
+        return sum_between(collectives, tensor, hook)
 
     monkeypatch.setattr(Collectives, "_sum_between", sum_noted)
     monkeypatch.setattr(shared_members, "this_machine", lambda: place.machine)
@@ -74,6 +75,33 @@ def test_sums_go_inside_machines_first(
     servers = Values(torch.optim.SGD)
     losses_of({**SERVERS, **ranks(workers)}, workers, servers)
     assert [*chain(*values[0].values)] == pytest.approx([*chain(*servers.values)], rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("machines", ["aa", "ab", "aab", "aabb", "abcb"])
+def test_sums_are_compressed_between_machines_only(alone: None, monkeypatch: pytest.MonkeyPatch, machines: str) -> None:
+    """All members have the same bits. On one machine they are those of uncompressed sums."""
+    place = threading.local()
+    monkeypatch.setattr(shared_members, "this_machine", lambda: place.machine)
+    are_several = len({*machines}) > 1
+    if are_several:
+        monkeypatch.setattr(collectives, "LARGEST_BYTES", 64)  # in pieces
+
+    def trained(how: str) -> list[float]:
+        values = [Values(torch.optim.SGD) for _ in machines]
+        with local_yard({**MIRRORED, **ranks(len(machines)), "job.all_reduce": how}) as (_, connect):
+            jobs = [connect() for _ in machines]
+
+            def train(at: int) -> None:
+                place.machine = machines[at]
+                values[at].train(jobs[at])
+
+            side_by_side(len(machines), train)
+        assert all(each.values == values[0].values for each in values)
+        return [*chain(*values[0].values)]
+
+    whole, narrow = trained("whole"), trained("bf16")
+    assert narrow == pytest.approx(whole, rel=0.05, abs=0.01)
+    assert (narrow != whole) is are_several
 
 
 def test_group_that_is_lost_within_a_backward_does_not_end_the_script(
@@ -152,7 +180,9 @@ def test_all_use_gloo_if_one_cannot_open_the_memory_of_another(
         ({}, "through shared memory, over gloo above 4 MiB"),
         ({"worker.same_host": "never"}, "over gloo"),
         ({"job.deterministic": True}, "in the order of the ranks over gloo"),
-        ({"job.all_reduce": "bf16"}, "in bf16 over gloo"),
+        ({"job.all_reduce": "bf16"}, "through shared memory, in bf16 over gloo above 4 MiB"),
+        ({"job.all_reduce": "fp16", "worker.same_host": "never"}, "in fp16 over gloo"),
+        ({"job.all_reduce": "powersgd"}, "in powersgd over gloo"),
     ],
     ids=lambda each: "" if isinstance(each, str) else "-".join(each) or "plain",
 )

@@ -24,6 +24,7 @@ from torch.distributed import AllreduceOptions, ReduceOp
 from shardyard.domain.replica_groups import ReplicaGroup
 from shardyard_worker.collectives.connection import ALONE, Connecting
 from shardyard_worker.collectives.group_store import GroupLost, no_place
+from shardyard_worker.collectives.hooked_sum import Hook, HookBucket, HookedSum
 from shardyard_worker.collectives.shared_members import LARGEST_BYTES
 from shardyard_worker.collectives.shared_messages import MEMBERS_MAX, RING_BYTES, SharedMessages
 from shardyard_worker.collectives.shared_sums import SUMS_BYTES, Between, SharedSum, SharedSums
@@ -82,9 +83,10 @@ class Collectives:
         """The name of torch's backend."""
         return self._session.job_settings.collectives
 
-    def way_of(self, tensors: Sequence[torch.Tensor]) -> str:
-        """How these are summed, in words."""
-        way, rest = self._connection.way(self.backend), f"over {self.backend}"
+    def way_of(self, tensors: Sequence[torch.Tensor], narrow: str = "") -> str:
+        """How these are summed, in words. `narrow`: how they are compressed for torch's backend."""
+        rest = f"{narrow}over {self.backend}"
+        way = self._connection.way(rest)
         if all(SharedSums.fits(each) for each in tensors):
             return way
         return rest if not any(SharedSums.fits(each) for each in tensors) else f"{way}; some {rest}"
@@ -112,20 +114,27 @@ class Collectives:
 
     # ---- operations
 
-    def sum(self, tensor: torch.Tensor) -> Any:
-        """Begins to sum a tensor over all members, in place. `wait` must follow. The sums are the same bits in each."""
+    def sum(self, tensor: torch.Tensor, hook: Hook | None = None) -> Any:
+        """Begins to sum a tensor over all members, in place. `wait` must follow. The sums are the same bits in each.
+        `hook`: compresses what goes over torch's backend."""
         if self.process_group is None:
             return None
         if tensor.nbytes > self._first_bytes or not SharedSums.fits(tensor):
-            return self.begin(lambda: self.process_group.allreduce([tensor]))
+            return self._sum_over(self.process_group, tensor, hook)
         begin = self._sum_between if self._sums is None else self._sums.begin
         if tensor.nbytes <= LARGEST_BYTES:
-            return begin(tensor)
-        return [begin(piece) for piece in torch.split(tensor.detach().view(-1), LARGEST_BYTES // tensor.element_size())]
+            return begin(tensor, hook)
+        pieces = torch.split(tensor.detach().view(-1), LARGEST_BYTES // tensor.element_size())
+        return [begin(piece, hook) for piece in pieces]
 
-    def _sum_between(self, tensor: torch.Tensor) -> Any:
+    def _sum_between(self, tensor: torch.Tensor, hook: Hook | None) -> Any:
         """The same over the first members of all machines, of which this is one."""
-        return self.begin(lambda: self._connection.firsts.allreduce([tensor]))
+        return self._sum_over(self._connection.firsts, tensor, hook)
+
+    def _sum_over(self, group: Any, tensor: torch.Tensor, hook: Hook | None) -> Any:
+        if hook is None:
+            return self.begin(lambda: group.allreduce([tensor]))
+        return self.begin(lambda: HookedSum(hook, group, HookBucket(tensor)))
 
     def most(self, tensor: torch.Tensor) -> Any:
         """The same for the largest of all members' elements."""

@@ -58,13 +58,13 @@ class Connection:
         """Whether tensors are summed inside each machine first."""
         return self.machines > 1
 
-    def way(self, backend: str) -> str:
-        """How tensors are summed, in words."""
+    def way(self, over: str) -> str:
+        """How tensors are summed, in words. `over`: how those are that go over torch's backend."""
         if self.is_of_one_machine:
-            return f"through shared memory, over {backend} above {LARGEST_BYTES >> 20} MiB"
+            return f"through shared memory, {over} above {LARGEST_BYTES >> 20} MiB"
         if self.is_of_machines:
-            return f"inside each of {self.machines} machines, then between them over {backend}"
-        return f"over {backend}"
+            return f"inside each of {self.machines} machines, then between them {over}"
+        return over
 
 
 ALONE: Final = Connection(None)

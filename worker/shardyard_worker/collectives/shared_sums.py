@@ -25,6 +25,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from shardyard_worker.collectives.hooked_sum import Hook
 from shardyard_worker.collectives.shared_members import (
     ALIGN,
     LARGEST_BYTES,
@@ -47,22 +48,23 @@ _FIRST: Final = 0
 
 @dataclass(frozen=True)
 class Between:
-    """How the first member of this machine sums a tensor with the first members of others, in place. `begin` returns
-    torch's work; `end` is called when that is completed. Both raise GroupLost."""
+    """How the first member of this machine sums a tensor with the first members of others, in place. `begin` gets the
+    sum's hook and returns torch's work; `end` is called when that is completed. Both raise GroupLost."""
 
-    begin: Callable[[torch.Tensor], Any]
+    begin: Callable[[torch.Tensor, Hook | None], Any]
     end: Callable[[Any], None]
 
 
 @dataclass(slots=True)
 class SharedSum:
     """A sum under way: the `number`th of the group, which is at `at` of the members' memory. `tensor` gets it; `array`
-    is its memory. `between`: the sum with other machines, when it has begun."""
+    is its memory. `hook`: compresses the sum with other machines. `between`: that sum, when it has begun."""
 
     number: int
     tensor: torch.Tensor
     array: Array
     at: int
+    hook: Hook | None
     between: Any = None
 
     @property
@@ -99,9 +101,9 @@ class SharedSums:
             return False
         return tensor.numel() > 0
 
-    def begin(self, tensor: torch.Tensor) -> SharedSum:
+    def begin(self, tensor: torch.Tensor, hook: Hook | None = None) -> SharedSum:
         """Begins to sum a tensor of at most LARGEST_BYTES over all members, in place. `wait` must follow. All members
-        begin the same sums in the same order. Raises GroupLost."""
+        begin the same sums in the same order. `hook`: compresses the sum with other machines. Raises GroupLost."""
         flat = tensor.detach().view(-1)
         array = flat.numpy()
         begin = -(-self._end // ALIGN) * ALIGN
@@ -109,7 +111,7 @@ class SharedSums:
             begin = 0
         self._begun += 1
         self._end = begin + array.nbytes
-        found = SharedSum(self._begun, flat, array, begin)
+        found = SharedSum(self._begun, flat, array, begin, hook)
         self._waiting.append(found)
         if self._between is None:
             self._write()
@@ -209,7 +211,7 @@ class SharedSums:
             self._own[TAKEN] = work.number
             return
         if self._is_first:
-            work.between = self._between.begin(work.tensor)
+            work.between = self._between.begin(work.tensor, work.hook)
         self._summed.append(work)
 
     def _has_sum(self, work: SharedSum) -> bool:
