@@ -1,8 +1,8 @@
 """Replicas on two machines, two on each, against DistributedDataParallel over gloo: steps a second of all four.
 
-Part of `strategies`. The second machine is a network namespace behind a link of MBIT_S in both directions, and workers
-share memory with those of their own machine only. Checked as in `training`, within what fp16 changes if gradients are
-sent so. Needs root.
+Part of `strategies`. The second machine is a network namespace with a host name of its own, behind a link of MBIT_S in
+both directions, and workers share memory with those of their own machine only. Checked as in `training`, within what
+fp16 changes if gradients are sent so. Needs root.
 """
 
 from __future__ import annotations
@@ -54,5 +54,6 @@ def run(task: str, pairs: int, seconds: float, same_host: str, all_reduce: str =
 def _prefixes(made: Link) -> Sequence[Sequence[str]]:
     """What each worker is started behind."""
     interface = "env", f"GLOO_SOCKET_IFNAME={made.interface}"
-    there = *made.prefix, "env", f"GLOO_SOCKET_IFNAME={INSIDE}"
+    rename = f'echo {MACHINES[1]} > /proc/sys/kernel/hostname; exec "$@"'
+    there = *made.prefix, "unshare", "--uts", "sh", "-c", rename, "-", "env", f"GLOO_SOCKET_IFNAME={INSIDE}"
     return (interface, interface, there, there)

@@ -163,8 +163,7 @@ class ReplicaBook:
             return None  # D3
         if not self._asking or any(each not in self._asking for each in former):
             return None  # D1
-        others = (each for each in self._asking if each not in self.group.members)
-        came = sorted(others, key=lambda each: (self._hosts[each], each))  # neighbours have a short way to each other
+        came = self._by_host([each for each in self._asking if each not in self.group.members])
         has_replica = not is_over and (self._replica_size == 1 or self._has_replica(living))
         if self._replica_size is None and came and has_replica:
             if self._have_servers_newest():
@@ -188,12 +187,16 @@ class ReplicaBook:
         self._begin(ReplicaGroup(self.group.generation + 1, tuple(chosen), newest, donor, self.group.void_until))
         return self.group
 
+    def _by_host(self, workers: Sequence[Incarnation]) -> list[Incarnation]:
+        """Those of a machine are neighbours, so that sums around a ring cross from machine to machine once."""
+        return sorted(workers, key=lambda each: (self._hosts[each], each))
+
     def _placed(self, former: Sequence[Incarnation], came: Sequence[Incarnation]) -> list[Incarnation]:
         """The members of the next group. A former one keeps its stage if it can, first those with the newest step."""
         workers, size = [*former, *came], self._replica_size or 1
         count = self._in_replicas(min(len(workers), self._members_max))
         if size == 1:
-            return workers[:count]
+            return self._by_host(workers[:count])
         found: list[Incarnation | None] = [None] * count
         steps = {each: step for each in former if (step := self._asking[each]) is not None or not self.has_replicas}
         for each in sorted(steps, key=lambda each: steps[each] or 0, reverse=True):

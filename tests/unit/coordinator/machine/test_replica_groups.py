@@ -146,6 +146,19 @@ def test_rule_d2_newcomer_takes_the_replica_of_another() -> None:
     assert yard.ask(third) == ReplicaGroup(3, (yard.first.incarnation, third.incarnation), step=4, donor=0)
 
 
+def test_members_on_one_machine_are_neighbours_also_after_one_has_come() -> None:
+    yard = Yard(ranks=4)
+    there = yard.hire(host="other")
+    group = yard.form(yard.first, yard.second)
+    yard.ask(there)
+    group = yard.form(yard.first, yard.second, left=group.generation, step=3)
+    assert group.members == (yard.first.incarnation, yard.second.incarnation, there.incarnation)
+    here = yard.hire()
+    yard.ask(here)
+    group = yard.form(yard.first, there, yard.second, left=group.generation, step=4)
+    assert group.members == (yard.first.incarnation, yard.second.incarnation, here.incarnation, there.incarnation)
+
+
 def test_more_workers_than_ranks_wait_for_a_place() -> None:
     yard = Yard()
     yard.form(yard.first, yard.second)
