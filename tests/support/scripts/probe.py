@@ -348,11 +348,14 @@ def train_two_sets(job: sy.Job, options: argparse.Namespace) -> dict[str, object
     for leavers in (options.leavers, []):
         computed.append(0)
         for batch in job.batches(data, batch_size=4):
+            place = job._loop.strategy._inside.place
+            time.sleep(options.pause_ms / 1000)
             job.train_step(*batch)
             computed[-1] += 1
-            if computed[-1] >= 3 and job._loop.strategy._inside.place in leavers:
+            announce(sum(computed))
+            if computed[-1] >= 3 and place in leavers:
                 break
-    return {"computed": computed}
+    return {"computed": computed, "counts": [model.first.counts.tolist(), model.second.counts.tolist()]}
 
 
 def train_rows(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:

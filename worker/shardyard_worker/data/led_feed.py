@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
-from shardyard.domain.errors import InvalidRequest
 from shardyard.domain.ids import Token
 from shardyard.domain.push_names import DataLease
 from shardyard.wire import lease_messages, methods
@@ -40,14 +39,12 @@ class LedFeed(AsyncFeed):
         """The leases that this worker has opened, and has not returned."""
         self._is_over = False
         """Whether this replica has gone through all data."""
-        self._was_ahead = False
-        """Whether the replica was in a former data set when this worker had a place."""
 
     def batches(self) -> Generator[Any, None, None]:
         try:
             while not self._ends and not self._is_over:
                 try:
-                    if not self._strategy.take_place(self._is_done):
+                    if not self._strategy.take_place(self._number, self._is_done):
                         break
                     yield from self._lead() if self._strategy.leads else self._follow()
                 except GroupLost as error:
@@ -57,7 +54,6 @@ class LedFeed(AsyncFeed):
                     self._return_leases()
         finally:
             if not self._is_over:
-                self._strategy.left_early = self._number
                 self._strategy.leave_group()
         if self._session.drain.asked:
             return
@@ -109,7 +105,7 @@ class LedFeed(AsyncFeed):
             self._is_over = True
 
     def _tell(self, told: Told) -> None:
-        self._strategy.tell(WorkMessage(told, self._number))
+        self._strategy.tell(WorkMessage(told))
 
     def _wait_for_lease(self) -> None:
         if self._strategy.leads:
@@ -117,13 +113,13 @@ class LedFeed(AsyncFeed):
 
     def _begin_batch(self, lease: DataLease, work: Work) -> None:
         name = work.name
-        batch = WorkMessage(Told.BATCH, self._number, lease, name.first, name.last, work.samples, work.due)
+        batch = WorkMessage(Told.BATCH, lease, name.first, name.last, work.samples, work.due)
         self._strategy.tell(batch)
 
     def _contribute(self, work: Work, sending: Any) -> None:
         if sending is None and self._strategy.leads:
             assert self._leased is not None
-            self._strategy.tell(WorkMessage(Told.EMPTY, self._number, self._leased, work.name.first, work.name.last))
+            self._strategy.tell(WorkMessage(Told.EMPTY, self._leased, work.name.first, work.name.last))
         super()._contribute(work, sending)
 
     def _close(self, lease: DataLease) -> None:
@@ -148,8 +144,6 @@ class LedFeed(AsyncFeed):
         self._strategy.resume()
         while True:
             message = self._strategy.hear()
-            if message.feed != self._number:
-                self._has_other_feed(message.feed)
             match message.told:
                 case Told.BATCH:
                     yield from self._compute(message)
@@ -164,24 +158,6 @@ class LedFeed(AsyncFeed):
                 case Told.ENDS:
                     self._is_over = True
                     return
-
-    def _has_other_feed(self, number: int) -> NoReturn:
-        """The leader is in that data set. Raises GroupLost, and InvalidRequest if both data sets have more batches."""
-        what = f"the replica is in data set {number}, and this worker in {self._number}"
-        if number < self._number:
-            # once, the leader may not have learned yet that the data set is done, or may leave it at this batch
-            is_mistake = self._was_ahead and number == self._strategy.left_early
-            self._was_ahead = True
-        else:
-            is_mistake = not self._ask().done
-        if not is_mistake:
-            raise GroupLost(what)
-        raise InvalidRequest(
-            what,
-            why="the workers of a replica compute each batch together",
-            todo="go through each job.batches to its end, and call it for the same data sets, in the same order, on all"
-            " workers",
-        )
 
     def _compute(self, message: WorkMessage) -> Iterator[Any]:
         lease, name = message.lease, message.name

@@ -25,7 +25,7 @@ LEASES = st.builds(
 OF_WORK = st.sampled_from([Told.BATCH, Told.EMPTY])
 
 
-@given(st.builds(WorkMessage, OF_WORK, NUMBER, LEASES, NUMBER, NUMBER, NUMBER, st.booleans()))
+@given(st.builds(WorkMessage, OF_WORK, LEASES, NUMBER, NUMBER, NUMBER, st.booleans()))
 def test_a_message_is_what_it_was(message: WorkMessage) -> None:
     numbers = message.numbers()
     assert numbers.shape == (NUMBERS,)
@@ -34,6 +34,6 @@ def test_a_message_is_what_it_was(message: WorkMessage) -> None:
 
 @pytest.mark.parametrize("told", [Told.ANSWERED, Told.WAITS, Told.ENDS])
 def test_a_message_without_work_has_the_same_size(told: Told) -> None:
-    message = WorkMessage(told, 3)
+    message = WorkMessage(told)
     assert message.numbers().shape == (NUMBERS,)
     assert WorkMessage.of(message.numbers()) == message

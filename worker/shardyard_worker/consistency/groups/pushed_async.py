@@ -54,8 +54,6 @@ class PushedAsync(RunsTogether, AsyncStrategy):
         """Whether a push of this member was refused, since it was last said. The others' may have been taken."""
         self._name: PushName | None = None
         """Of the last work that this worker was told of."""
-        self.left_early: int | None = None
-        """The newest data set (the number of its job.batches) that this worker left before its end."""
         self.weight_of_batch = lambda: None
 
     # ---- the group
@@ -71,9 +69,10 @@ class PushedAsync(RunsTogether, AsyncStrategy):
     def begin(self) -> None:
         """Values come with a place in a group."""
 
-    def take_place(self, is_over: Callable[[], bool]) -> bool:
-        """Waits until this worker has a place in the newest group, and the newest values of its part. Returns False
-        once `is_over` returns True. Raises GroupLost."""
+    def take_place(self, data_set: int, is_over: Callable[[], bool]) -> bool:
+        """Waits until this worker has a place in the newest group, and the newest values of its part. `data_set`: the
+        number of its job.batches. Returns False once `is_over` returns True, and if another worker of its replica is in
+        a later data set: if one leaves a data set, the others do. Raises GroupLost."""
         if self._inside is not None and not self._is_to_leave:
             return True
         self.leave_group()
@@ -92,10 +91,22 @@ class PushedAsync(RunsTogether, AsyncStrategy):
         if self.part.join(group) is None:  # the others were done, and have left the job
             self._trainer.router.pause(SLICE_MS)
             raise GroupLost(f"replica group {group.generation} has no whole replica")
+        newest = self._newest_data_set(data_set)
+        if newest > data_set:
+            log.info("leaves data set %d: another worker of this replica is in data set %d", data_set, newest)
+            return False
         self._take_newest()
         place = group.place_of(self._session.caller.incarnation)
         log.info("has place %s of %d in group %d", place, len(group.members), group.generation)
         return True
+
+    def _newest_data_set(self, own: int) -> int:
+        """The highest number of a data set in which a worker of this replica is. Raises GroupLost."""
+        inside = self._place_in_group()
+        found = torch.tensor([own])
+        with self._session.wait_registry.over(lambda: "the other workers of this replica to take their places"):
+            inside.wait(inside.most(found))
+        return int(found)
 
     def leave_group(self) -> None:
         self._is_to_leave = self._has_lost_push = False

@@ -30,11 +30,10 @@ class Told(enum.IntEnum):
 
 @dataclass(frozen=True)
 class WorkMessage:
-    """`feed`: the number of the call of job.batches. With BATCH and EMPTY: the work's `lease`, and the batches from
-    `first` to `last` that its push names. With BATCH: the `samples` of the work so far, and whether it is `due`."""
+    """With BATCH and EMPTY: the work's `lease`, and the batches from `first` to `last` that its push names. With BATCH:
+    the `samples` of the work so far, and whether it is `due`."""
 
     told: Told
-    feed: int
     lease: DataLease | None = None
     first: int = 0
     last: int = 0
@@ -51,17 +50,17 @@ class WorkMessage:
         source = lease.source
         of_lease = source.feed, source.epoch, source.index, lease.token, lease.begin, lease.end, lease.announce_until
         of_work = self.first, self.last, self.samples, int(self.due)
-        return torch.tensor([self.told, self.feed, *of_lease, *of_work], dtype=torch.int64)
+        return torch.tensor([self.told, *of_lease, *of_work], dtype=torch.int64)
 
     @staticmethod
     def of(numbers: torch.Tensor) -> WorkMessage:
-        told, feed, of, epoch, index, token, begin, end, until, first, last, samples, due = numbers.tolist()
+        told, of, epoch, index, token, begin, end, until, first, last, samples, due = numbers.tolist()
         if told not in (Told.BATCH, Told.EMPTY):
-            return WorkMessage(Told(told), feed)
+            return WorkMessage(Told(told))
         lease = DataLease(DataShardSource(of, epoch, index), Token(token), begin, end, until)
-        return WorkMessage(Told(told), feed, lease, first, last, samples, bool(due))
+        return WorkMessage(Told(told), lease, first, last, samples, bool(due))
 
 
 _NO_LEASE: Final = DataLease(DataShardSource(0, 0, 0), Token(0), 0, 0)
-NUMBERS: Final = 13
+NUMBERS: Final = 12
 """Of a message."""
