@@ -188,7 +188,8 @@ class ReplicaBook:
         return self.group
 
     def _by_host(self, workers: Sequence[Incarnation]) -> list[Incarnation]:
-        """Those of a machine are neighbours, so that sums around a ring cross from machine to machine once."""
+        """Those of a machine are neighbours: then a ring leaves each machine once. The same workers always have the
+        same order, so that members of a sharded replica keep their shards (D8)."""
         return sorted(workers, key=lambda each: (self._hosts[each], each))
 
     def _placed(self, former: Sequence[Incarnation], came: Sequence[Incarnation]) -> list[Incarnation]:

@@ -159,7 +159,7 @@ def test_several_buckets_are_summed_in_one_order(
     memory of this machine, unless the job says no."""
     shared: list[torch.Tensor] = []
     begin = SharedSums.begin
-    monkeypatch.setattr(SharedSums, "begin", lambda sums, tensor: (shared.append(tensor), begin(sums, tensor))[1])
+    monkeypatch.setattr(SharedSums, "begin", lambda sums, tensor, hook: (shared.append(tensor), begin(sums, tensor))[1])
     monkeypatch.setattr(gradient_buckets, "FIRST_BYTES", 64)
     monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 64)
     more = {"job.consistency.logical_ranks": 3, "job.workers_expected": workers, "worker.same_host": same_host}

@@ -84,8 +84,10 @@ class Collectives:
         return self._session.job_settings.collectives
 
     def way_of(self, tensors: Sequence[torch.Tensor], narrow: str = "") -> str:
-        """How these are summed, in words. `narrow`: how they are compressed for torch's backend."""
-        rest = f"{narrow}over {self.backend}"
+        """How these are summed, in words. `narrow`: in which dtype between machines, as in "in bf16"."""
+        rest = f"over {self.backend}"
+        if narrow and not self.shares_memory:
+            rest = f"{narrow} {rest}"
         way = self._connection.way(rest)
         if all(SharedSums.fits(each) for each in tensors):
             return way
@@ -116,9 +118,11 @@ class Collectives:
 
     def sum(self, tensor: torch.Tensor, hook: Hook | None = None) -> Any:
         """Begins to sum a tensor over all members, in place. `wait` must follow. The sums are the same bits in each.
-        `hook`: compresses what goes over torch's backend."""
+        `hook`: compresses what goes over torch's backend, unless all members are on this machine."""
         if self.process_group is None:
             return None
+        if self.shares_memory:
+            hook = None
         if tensor.nbytes > self._first_bytes or not SharedSums.fits(tensor):
             return self._sum_over(self.process_group, tensor, hook)
         begin = self._sum_between if self._sums is None else self._sums.begin

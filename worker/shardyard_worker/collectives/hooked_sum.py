@@ -47,12 +47,12 @@ Hook = Callable[[Any, HookBucket], torch.futures.Future[Any]]
 
 
 class HookedSum:
-    """Begins to sum a bucket over a process group."""
+    """The sum of a bucket over the members of a process group, under way."""
 
     def __init__(self, hook: Hook, group: Any, bucket: HookBucket) -> None:
         self._future = hook(group, bucket)
         self._mean: torch.Tensor | None = bucket.buffer()
-        """What the hook makes; None: it is a sum now."""
+        """What the hook makes of the tensor; None: the tensor is the sum already."""
         self._size = group.size()
 
     def is_completed(self) -> bool:

@@ -137,7 +137,10 @@ class GradientBuckets:
 
     def _way(self, collectives: Collectives) -> str:
         """How gradients are summed, in words."""
-        return collectives.way_of([bucket.flat for bucket in self._buckets])
+        return collectives.way_of(self._gradients())
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [bucket.flat for bucket in self._buckets if bucket.indices]
 
     def leave(self) -> None:
         """These members sum no more."""

@@ -1,8 +1,9 @@
 """Gradient buckets that are compressed for the all-reduce, by DistributedDataParallel's communication hooks
 (job.all_reduce).
 
-bf16 and fp16 send two bytes an element. What goes through memory of one machine is not compressed. PowerSGD sends two
-narrow matrices for each gradient, always over torch's backend; what that loses is kept and added to the next gradient.
+bf16 and fp16 send two bytes an element. Members that share memory send each other whole gradients, also those that are
+too large for memory. PowerSGD sends two narrow matrices for each gradient, always over torch's backend; what that loses
+is kept and added to the next gradient.
 Source: T. Vogels et al., PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization (2019), as
 torch has it. Must not know: how a group is formed.
 """
@@ -46,7 +47,7 @@ class NarrowBuckets(GradientBuckets):
         return f"{super().fingerprint}, all-reduced in {self._how.value}"
 
     def _way(self, collectives: Collectives) -> str:
-        return collectives.way_of([bucket.flat for bucket in self._buckets], f"in {self._how.value} ")
+        return collectives.way_of(self._gradients(), f"in {self._how.value}")
 
     def _send_next(self) -> None:
         assert self.collectives is not None

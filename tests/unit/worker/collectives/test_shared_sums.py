@@ -15,6 +15,7 @@ import torch
 
 from shardyard.domain.errors import NotShareable
 from shardyard_worker.collectives.group_store import GroupLost
+from shardyard_worker.collectives.hooked_sum import Hook
 from shardyard_worker.collectives.shared_members import LARGEST_BYTES, Offer, OfferedMemory, SharedMembers
 from shardyard_worker.collectives.shared_sums import SUMS_BYTES, WHOLE_BYTES, Between, SharedSums
 from tests.support.shared_members import MOMENT_S, Processes, processes
@@ -80,7 +81,8 @@ class OtherMachine:
     def between(self) -> Between:
         return Between(self._begin, self._end)
 
-    def _begin(self, tensor: torch.Tensor) -> SlowSum:
+    def _begin(self, tensor: torch.Tensor, hook: Hook | None) -> SlowSum:
+        assert hook is None
         self._begun.append(SlowSum(len(self._begun), tensor))
         return self._begun[-1]
 
@@ -108,7 +110,7 @@ class SlowSum:
 
 
 def not_first() -> Between:
-    def begin(_: torch.Tensor) -> None:
+    def begin(*_: object) -> None:
         raise AssertionError("only the first member sums with other machines")
 
     return Between(begin, begin)
