@@ -71,7 +71,8 @@ class DataLedger:
         """The first worker that opens a feed decides its spec. Raises FeedConflict, InvalidRequest, TooLarge."""
         check_opening(feed, spec, [each.spec for each in self.opened])
         found = self._add(feed, spec) if feed == len(self.opened) else self.opened[feed]
-        return FeedOpening(found.batches_per_data_shard, found.per_epoch, 0, found.done == found.total)
+        has_later, done = feed + 1 < len(self.opened), found.done == found.total
+        return FeedOpening(found.batches_per_data_shard, found.per_epoch, 0, done, has_later=has_later)
 
     def lease(
         self, feed: int, worker: Incarnation, *, known: Collection[Token] = (), fresh: bool = True

@@ -69,13 +69,15 @@ class FeedSpec:
 @dataclass(frozen=True, slots=True)
 class FeedOpening:
     """What a worker must know to read a feed. `units_per_epoch`: data shards, or steps. `begun`: what counted when the
-    job became synchronous: whole epochs, and samples of the next one."""
+    job became synchronous: whole epochs, and samples of the next one. `has_later`: of an asynchronous job: a later feed
+    was opened."""
 
     batches_per_data_shard: int
     units_per_epoch: int
     first_step: int
     done: bool
     begun: tuple[int, int] = (0, 0)
+    has_later: bool = False
 
 
 @dataclass(frozen=True, slots=True)

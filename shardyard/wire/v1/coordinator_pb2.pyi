@@ -599,20 +599,22 @@ class OpenFeedRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., feed: _Optional[int] = ..., samples: _Optional[int] = ..., fingerprint: _Optional[str] = ..., batch_size: _Optional[int] = ..., epochs: _Optional[int] = ..., shuffle: bool = ..., drop_last: bool = ..., accumulate: _Optional[int] = ...) -> None: ...
 
 class OpenFeedReply(_message.Message):
-    __slots__ = ("batches_per_data_shard", "units_per_epoch", "first_step", "done", "begun_epochs", "begun_samples")
+    __slots__ = ("batches_per_data_shard", "units_per_epoch", "first_step", "done", "begun_epochs", "begun_samples", "has_later")
     BATCHES_PER_DATA_SHARD_FIELD_NUMBER: _ClassVar[int]
     UNITS_PER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     FIRST_STEP_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     BEGUN_EPOCHS_FIELD_NUMBER: _ClassVar[int]
     BEGUN_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    HAS_LATER_FIELD_NUMBER: _ClassVar[int]
     batches_per_data_shard: int
     units_per_epoch: int
     first_step: int
     done: bool
     begun_epochs: int
     begun_samples: int
-    def __init__(self, batches_per_data_shard: _Optional[int] = ..., units_per_epoch: _Optional[int] = ..., first_step: _Optional[int] = ..., done: bool = ..., begun_epochs: _Optional[int] = ..., begun_samples: _Optional[int] = ...) -> None: ...
+    has_later: bool
+    def __init__(self, batches_per_data_shard: _Optional[int] = ..., units_per_epoch: _Optional[int] = ..., first_step: _Optional[int] = ..., done: bool = ..., begun_epochs: _Optional[int] = ..., begun_samples: _Optional[int] = ..., has_later: bool = ...) -> None: ...
 
 class LeaseDataRequest(_message.Message):
     __slots__ = ("caller", "feed", "known")

@@ -269,6 +269,16 @@ def test_workers_leave_a_data_set_with_one_that_leaves_it(
         assert_counts_of_both_sets(result)
 
 
+def test_a_worker_in_reserve_does_not_stay_in_a_data_set_that_others_have_left(
+    yard: LocalCluster, probes: Probes
+) -> None:
+    started = start(probes, 3, "two-sets", "--samples", "48", "--leavers", "0", "1", **settings(yard, "reserve-leaves"))
+    results = [finish(script, out) for script, out in started]
+    assert sorted(result["computed"] for result in results) == [[0, 0], [3, 12], [3, 12]]
+    for result in results:
+        assert_counts_of_both_sets(result)
+
+
 def assert_counts_of_both_sets(result: dict[str, Any]) -> None:
     first, second = result["counts"]
     assert first == second
@@ -278,14 +288,16 @@ def assert_counts_of_both_sets(result: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_worker_that_comes_when_the_others_have_left_a_data_set_leaves_it_too(
-    yard: LocalCluster, probes: Probes, place: int
+    yard: LocalCluster, probes: Probes, tmp_path: Path, place: int
 ) -> None:
     """A worker in reserve takes the place of one that is lost in the second data set."""
-    given = ("two-sets", "--samples", "48", "--pause-ms", "20", "--leavers", "0", "1")
+    go_on = tmp_path / "go on"
+    given = ("two-sets", "--samples", "48", "--hold-at", "6", "--hold", str(go_on), "--leavers", "0", "1")
     started = start(probes, 3, *given, **settings(yard, f"leave-early-{place}"))
     wait_for_any([script for script, _ in started], "computed 6")
     victim, _ = take(started, place)
     victim.process.send_signal(signal.SIGKILL)
+    go_on.touch()
     results = [finish(script, out) for script, out in started]
     for result in results:
         assert_counts_of_both_sets(result)

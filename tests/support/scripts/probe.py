@@ -353,6 +353,7 @@ def train_two_sets(job: sy.Job, options: argparse.Namespace) -> dict[str, object
             job.train_step(*batch)
             computed[-1] += 1
             announce(sum(computed))
+            hold(options, sum(computed))
             if computed[-1] >= 3 and place in leavers:
                 break
     return {"computed": computed, "counts": [model.first.counts.tolist(), model.second.counts.tolist()]}

@@ -39,6 +39,8 @@ class LedFeed(AsyncFeed):
         """The leases that this worker has opened, and has not returned."""
         self._is_over = False
         """Whether this replica has gone through all data."""
+        self._has_begun = False
+        """Whether this worker has had a batch."""
 
     def batches(self) -> Generator[Any, None, None]:
         try:
@@ -61,12 +63,15 @@ class LedFeed(AsyncFeed):
         self._strategy.load_all()
 
     def _is_done(self) -> bool:
-        """Whether this worker need not take a place for this data. Without a place it leads nobody, so it computes no
-        data shard that it is leased."""
+        """Whether this worker need not take a place for this data: others have gone through it, or have left it before
+        this worker came. Without a place it leads nobody, so it computes no data shard that it is leased."""
         if self._ends:
             return True
-        if not self._ask().done:
-            return False
+        found = self._ask()
+        if not found.done:
+            if is_left := found.has_later and not self._has_begun:
+                log.info("leaves data set %d before its first batch: other workers have left it", self._number)
+            return is_left
         lease = self._lease()  # waits for the checkpoint that has all data
         if lease is not None:
             self._give_back(lease, begun=False)
@@ -112,6 +117,7 @@ class LedFeed(AsyncFeed):
             self._tell(Told.WAITS)
 
     def _begin_batch(self, lease: DataLease, work: Work) -> None:
+        self._has_begun = True
         name = work.name
         batch = WorkMessage(Told.BATCH, lease, name.first, name.last, work.samples, work.due)
         self._strategy.tell(batch)
@@ -162,6 +168,7 @@ class LedFeed(AsyncFeed):
     def _compute(self, message: WorkMessage) -> Iterator[Any]:
         lease, name = message.lease, message.name
         assert lease is not None
+        self._has_begun = True
         samples = self._order(epoch=lease.source.epoch)[lease.begin : lease.end]
         batches = -(-len(samples) // self._settings.batch_size)
         self._shard = DataShardAtHand(lease.source, samples, batches, lease.announce_until, lease.token, name.last)

@@ -44,6 +44,7 @@ def open_feed_reply(opening: FeedOpening) -> wire.OpenFeedReply:
         begun_epochs=opening.begun[0],
         begun_samples=opening.begun[1],
         done=opening.done,
+        has_later=opening.has_later,
     )
 
 

@@ -195,6 +195,13 @@ def test_feeds_are_opened_in_order() -> None:
             books.open(1, SPEC)
 
 
+def test_an_opening_says_whether_there_is_a_later_feed() -> None:
+    books = ledger()
+    assert not books.open(0, SPEC).has_later
+    assert not books.open(1, SPEC).has_later
+    assert books.open(0, SPEC).has_later
+
+
 @pytest.mark.parametrize("changes", [{"samples": 0}, {"batch_size": 0}, {"epochs": 0}])
 def test_empty_feed_is_refused(changes: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest, match="at least 1"):
