@@ -24,6 +24,8 @@ from shardyard.security.identity import Role, host_of
 
 SERVING_ROLES: Final = (Role.COORDINATOR.value, Role.SERVER.value, Role.AGENT.value)
 _LOOK_S: Final = 1.0
+_PLAIN: Final = "WRONG_VERSION_NUMBER"
+"""What gRPC says of an answer without TLS."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,6 @@ def open_channel(
     pem = credentials.pem
     shown = grpc.ssl_channel_credentials(pem.authorities, pem.key, pem.certificate)
     return grpc.secure_channel(address, shown, options=(*options, ("grpc.ssl_target_name_override", host_of(role))))
-
-
-_PLAIN: Final = "WRONG_VERSION_NUMBER"
-"""What gRPC says of an answer without TLS."""
 
 
 def explain_failure(

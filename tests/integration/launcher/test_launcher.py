@@ -436,7 +436,7 @@ def test_yard_whose_start_was_interrupted_is_started_anew(shell: Shell) -> None:
     former = [each.pid for each in shell.processes()]
     again = shell.up(*arguments)
     assert again.returncode == 0, again.stderr
-    # the coordinator ends by itself if its supervisor was killed before it let it begin
+    # a coordinator that the supervisor had not allowed to begin has ended by itself
     told = (
         "was interrupted, and what it had started is stopped",
         f"no process of the last yard in {shell.state} is left",

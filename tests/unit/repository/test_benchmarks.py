@@ -225,6 +225,13 @@ def test_a_mean_is_not_a_sum() -> None:
         training.check_sum(before, before - 0.1 * 0.5, gradients, lr=0.1, mean=False, steps=1)
 
 
+def test_compressed_gradients_may_differ_by_what_compression_changes() -> None:
+    before, gradients = np.ones(4), [np.full(4, 0.5)]
+    training.check_sum(before, before - 0.1 * 0.5004, gradients, lr=0.1, mean=True, steps=1, lossy=1e-3)
+    with pytest.raises(training.NumbersDiffer, match="off by"):
+        training.check_sum(before, before - 0.1 * 0.501, gradients, lr=0.1, mean=True, steps=1, lossy=1e-3)
+
+
 def test_a_check_too_coarse_to_see_a_lost_gradient_is_refused() -> None:
     before = np.full(4, 1000.0)
     with pytest.raises(training.NumbersDiffer, match="would not show"):

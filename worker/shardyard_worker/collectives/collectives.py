@@ -84,7 +84,7 @@ class Collectives:
         return self._session.job_settings.collectives
 
     def way_of(self, tensors: Sequence[torch.Tensor], narrow: str = "") -> str:
-        """How these are summed, in words. `narrow`: in which dtype between machines, as in "in bf16"."""
+        """How these are summed, in words. `narrow`: how they are compressed between machines, for example `in bf16`."""
         rest = f"over {self.backend}"
         if narrow and not self.shares_memory:
             rest = f"{narrow} {rest}"
@@ -168,9 +168,9 @@ class Collectives:
 
     def gather(self, whole: torch.Tensor, own: torch.Tensor) -> Any:
         """Begins to put the members' own tensors into `whole`, one after another."""
-        return (
-            None if self.process_group is None else self.begin(lambda: self.process_group._allgather_base(whole, own))
-        )
+        if self.process_group is None:
+            return None
+        return self.begin(lambda: self.process_group._allgather_base(whole, own))
 
     def wait(self, work: Any) -> None:
         """Waits until an operation has ended."""

@@ -67,11 +67,12 @@ class LedFeed(AsyncFeed):
         this worker came. Without a place it leads nobody, so it computes no data shard that it is leased."""
         if self._ends:
             return True
-        found = self._ask()
-        if not found.done:
-            if is_left := found.has_later and not self._has_begun:
-                log.info("leaves data set %d before its first batch: other workers have left it", self._number)
-            return is_left
+        opened = self._ask()
+        if not opened.done and opened.has_later and not self._has_begun:
+            log.info("leaves data set %d before its first batch: other workers have left it", self._number)
+            return True
+        if not opened.done:
+            return False
         lease = self._lease()  # waits for the checkpoint that has all data
         if lease is not None:
             self._give_back(lease, begun=False)

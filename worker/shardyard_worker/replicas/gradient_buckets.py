@@ -23,6 +23,7 @@ import torch
 from shardyard.codecs.format.finiteness import scale, warm
 from shardyard_worker.collectives.collectives import Collectives
 from shardyard_worker.collectives.group_store import GroupLost
+from shardyard_worker.collectives.hooked_sum import Hook
 from shardyard_worker.replicas.ordered_rows import padded
 
 FIRST_BYTES: Final = 1 << 20
@@ -58,10 +59,17 @@ class GradientBuckets:
     """Of a worker's parameters. `targets`: the parameters, in the model's order. `facts`: how many numbers are summed
     with them."""
 
-    def __init__(self, targets: Sequence[torch.Tensor], facts: int, *, facts_apart: bool = False) -> None:
-        """`facts_apart`: no gradients are in the bucket with the facts."""
+    _narrow: Hook | None = None
+    """Compresses gradients for torch's backend."""
+
+    def __init__(
+        self, targets: Sequence[torch.Tensor], facts: int, *, method: str = "", facts_apart: bool = False
+    ) -> None:
+        """`method`: how gradients are summed, in words, if their plain sums are not taken. `facts_apart`: no gradients
+        are in the bucket with the facts."""
         warm()
         self._targets = targets
+        self._method = method
         self._facts_apart = facts_apart
         self._fact_count = facts
         self._make()
@@ -93,7 +101,7 @@ class GradientBuckets:
     def fingerprint(self) -> str:
         """What is summed, in words; the same in all members that can sum with each other."""
         sizes = ", ".join(f"{each.size} {each.flat.dtype} on {each.flat.device.type}" for each in self._buckets)
-        return f"gradients of {len(self._targets)} parameters in {sizes}"
+        return ", ".join(filter(None, [f"gradients of {len(self._targets)} parameters in {sizes}", self._method]))
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -121,7 +129,7 @@ class GradientBuckets:
     @property
     def is_suspect(self) -> bool:
         """Whether the sums may not be finite because of this worker's gradients."""
-        return self._is_suspect
+        return self._is_suspect or bool(self._method)
 
     @property
     def has_begun(self) -> bool:
@@ -177,7 +185,7 @@ class GradientBuckets:
     def _send_next(self) -> None:
         assert self.collectives is not None
         bucket = self._buckets[self._next]
-        bucket.work = self.collectives.sum(bucket.flat)
+        bucket.work = self.collectives.sum(bucket.flat, self._narrow if bucket.indices else None)
         self._next += 1
 
     def _put(self, index: int, gradient: torch.Tensor, weight: float) -> None:

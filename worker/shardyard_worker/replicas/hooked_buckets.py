@@ -1,11 +1,10 @@
 """Gradient buckets that are compressed for the all-reduce, by DistributedDataParallel's communication hooks
 (job.all_reduce).
 
-bf16 and fp16 send two bytes an element. Members that share memory send each other whole gradients, also those that are
-too large for memory. PowerSGD sends two narrow matrices for each gradient, always over torch's backend; what that loses
-is kept and added to the next gradient.
-Source: T. Vogels et al., PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization (2019), as
-torch has it. Must not know: how a group is formed.
+bf16 and fp16 send two bytes an element; inside a group on one machine nothing is compressed. PowerSGD sends two narrow
+matrices for each gradient, always over torch's backend; what that loses is kept and added to the next gradient. Source:
+T. Vogels et al., PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization (2019), as torch has
+it. Must not know: how a group is formed.
 """
 
 from __future__ import annotations
@@ -34,26 +33,11 @@ class NarrowBuckets(GradientBuckets):
     """In bf16 or fp16."""
 
     def __init__(self, targets: Sequence[torch.Tensor], facts: int, how: AllReduce) -> None:
-        self._how = how
-        self._hook = _NARROW[how]
-        super().__init__(targets, facts, facts_apart=True)
-
-    @property
-    def is_suspect(self) -> bool:
-        return True
-
-    @property
-    def fingerprint(self) -> str:
-        return f"{super().fingerprint}, all-reduced in {self._how.value}"
+        self._narrow = _NARROW[how]
+        super().__init__(targets, facts, method=f"in {how.value}", facts_apart=True)
 
     def _way(self, collectives: Collectives) -> str:
-        return collectives.way_of(self._gradients(), f"in {self._how.value}")
-
-    def _send_next(self) -> None:
-        assert self.collectives is not None
-        bucket = self._buckets[self._next]
-        bucket.work = self.collectives.sum(bucket.flat, self._hook if bucket.indices else None)
-        self._next += 1
+        return collectives.way_of(self._gradients(), self._method)
 
 
 class PowerSGDBuckets(GradientBuckets):
@@ -62,16 +46,8 @@ class PowerSGDBuckets(GradientBuckets):
         self._hook: Hook | None = None
         self._kept: dict[int, torch.Tensor] = {}
         """What compression has kept back of each bucket's gradients."""
-        super().__init__(targets, facts, facts_apart=True)
+        super().__init__(targets, facts, method=f"in {AllReduce.POWERSGD.value} of rank {rank}", facts_apart=True)
         self.overlaps = False  # one bucket is waited for before the next is sent
-
-    @property
-    def is_suspect(self) -> bool:
-        return True
-
-    @property
-    def fingerprint(self) -> str:
-        return f"{super().fingerprint}, all-reduced in {AllReduce.POWERSGD.value} of rank {self._rank}"
 
     def join(self, collectives: Collectives) -> None:
         super().join(collectives)

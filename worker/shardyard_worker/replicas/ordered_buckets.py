@@ -23,15 +23,7 @@ class OrderedBuckets(GradientBuckets):
         self._rank = 0
         """How many of this member's ranks have been added."""
         self._rows: list[tuple[Bucket, OrderedRows, list[dict[int, torch.Tensor]]]] = []
-        super().__init__(targets, facts)
-
-    @property
-    def is_suspect(self) -> bool:
-        return True
-
-    @property
-    def fingerprint(self) -> str:
-        return f"{super().fingerprint}, in the order of {self._ranks} ranks"
+        super().__init__(targets, facts, method=f"in the order of {ranks} ranks")
 
     def join(self, collectives: Collectives) -> None:
         self._make(collectives.size)
